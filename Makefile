@@ -10,7 +10,7 @@ PROMPT ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # What an installed package is made of; Python sources are not listed because the install is editable.
-NATIVE := src/paceline/models/native
+NATIVE := src/paceline/native
 BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in $(NATIVE)/*.cpp $(NATIVE)/*.h)
 
 # Engine, policy, layout, the walk and the basics of drafters; the rest, and long enumerations, are left to `make test`.

@@ -20,7 +20,7 @@ X86_64 = {
 }
 ELSEWHERE: dict[str, list[str]] = {"baseline": []}
 
-HEADERS = sorted(glob.glob("src/paceline/models/native/*.h"))
+HEADERS = sorted(glob.glob("src/paceline/native/*.h"))
 FLAGS = [
     "-O3",
     "-std=c++17",
@@ -31,7 +31,7 @@ FLAGS = [
     "-g0",
     "-pthread",
     "-include",
-    "src/paceline/models/native/glibc.h",
+    "src/paceline/native/glibc.h",
 ]
 
 
@@ -41,8 +41,8 @@ def extensions() -> list[Extension]:
     variants = X86_64 if platform.machine().lower() in ("x86_64", "amd64") else ELSEWHERE
     return [
         Extension(
-            f"paceline.models.native.kernels_{variant}",
-            sources=["src/paceline/models/native/kernels.cpp"],
+            f"paceline.native.kernels_{variant}",
+            sources=["src/paceline/native/kernels.cpp"],
             depends=HEADERS,
             extra_compile_args=FLAGS + isa,
             extra_link_args=["-pthread"],

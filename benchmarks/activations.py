@@ -16,9 +16,9 @@ from common import finish
 
 from paceline import LLM, SamplingParams
 from paceline.bench.prompts import from_file
-from paceline.models.distance import Alone
-from paceline.models.hub import resolve
-from paceline.models.runtime import load_model
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import load_model
+from paceline.models.quant.distance import Alone
 
 
 def main() -> None:

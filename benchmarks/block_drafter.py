@@ -24,10 +24,10 @@ from speculation import read_prompts
 
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
-from paceline.drafters.dspark import DSparkDrafter
+from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.methods import available
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
+from paceline.engine.policy.adaptive import AdaptivePolicy
 
 SHAPES = {"chain 7": (1, 7), "tree 15": (8, 15), "tree 60": (8, 60)}  # beam and nodes
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from paceline import __version__, machine
+from paceline import __version__
+from paceline.platform import cpu as machine
 
 clock: Callable[[], float] = time.perf_counter
 

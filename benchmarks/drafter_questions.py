@@ -25,15 +25,15 @@ import torch
 from common import finish
 from train_smollm2 import ANSWERS, TARGET, Costs, opened, say
 
-from paceline.training.batch import DeviceRows
-from paceline.training.data import draft_vocabulary
-from paceline.training.dspark import DSparkOptions, DSparkTrainee
+from paceline.training.acceptance import tau, walk
+from paceline.training.data.batch import DeviceRows
+from paceline.training.data.generate import draft_vocabulary
+from paceline.training.data.rows import Rows, RowSampler, held_out, packed
+from paceline.training.data.store import Sequences, TokenStore
 from paceline.training.loop import Loop, LoopConfig
-from paceline.training.rows import Rows, RowSampler, held_out, packed
+from paceline.training.registry import Answers
 from paceline.training.run import HELD_OUT
-from paceline.training.store import Sequences, TokenStore
-from paceline.training.trainees import Answers
-from paceline.training.walk import tau, walk
+from paceline.training.trainees.dspark import DSparkOptions, DSparkTrainee
 
 GENERAL, DOMAIN = "synthetic", "gsm8k_train"
 SHAPES = {"chain 7": (7, True), "tree 60": (60, False)}

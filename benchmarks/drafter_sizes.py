@@ -19,11 +19,11 @@ from common import finish
 from drafter_questions import DOMAIN, GENERAL, chosen_answers, common_options, short_training, walked
 from train_smollm2 import TARGET, Costs, opened, say
 
-from paceline.training.data import draft_vocabulary
-from paceline.training.dspark import DSparkOptions, DSparkTrainee
-from paceline.training.rows import held_out, packed
+from paceline.training.data.generate import draft_vocabulary
+from paceline.training.data.rows import held_out, packed
+from paceline.training.data.store import TokenStore
 from paceline.training.run import HELD_OUT
-from paceline.training.store import TokenStore
+from paceline.training.trainees.dspark import DSparkOptions, DSparkTrainee
 
 SHARES = {GENERAL: 0.9, DOMAIN: 0.1}  # of a step's rows
 

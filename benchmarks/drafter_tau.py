@@ -18,8 +18,8 @@ from common import finish
 
 from paceline import SamplingParams, build
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters.dspark import DSparkDrafter
-from paceline.drafters.eagle_drafter import EagleDrafter
+from paceline.drafters.block.drafter import DSparkDrafter
+from paceline.drafters.eagle.drafter import EagleDrafter
 from paceline.engine.engine import Engine
 from paceline.outputs import SpeculationStats
 from paceline.training.export import method_of

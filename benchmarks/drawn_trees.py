@@ -28,14 +28,14 @@ from torch import Tensor
 
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
-from paceline.draft import Draft, Proposal
-from paceline.drafters.block_tree import BEAM, CANDIDATES, Lattice, grow, lattice
-from paceline.drafters.dspark import DSparkDrafter
+from paceline.core.draft import Draft, Proposal
+from paceline.core.rng import Lane, uniform
+from paceline.drafters.block.drafter import DSparkDrafter
+from paceline.drafters.block.tree import BEAM, CANDIDATES, Lattice, grow, lattice
 from paceline.drafters.methods import available
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
+from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.kv_cache import LayerCache
-from paceline.rng import Lane, uniform
 from paceline.verify.processors import threshold
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

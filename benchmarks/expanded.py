@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from paceline.models.block_file import BLOCK_WEIGHTS, write_blocks
-from paceline.models.loader import load_config, load_weights
+from paceline.models.load.loader import load_config, load_weights
+from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
 from paceline.models.weights import WeightKind
 
 

@@ -18,11 +18,11 @@ import torch
 from gpu_passes import BLOCK, device_ms
 from torch import Tensor
 
+from paceline.models.backends.cuda.attention import attention as attention_module
+from paceline.models.backends.cuda.attention.attention import Work, Workspace, attention, tiles_of, work_of
+from paceline.models.backends.cuda.attention.division import HEADER, KEYS, PROGRAMS, chunks_of
 from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.triton import attention as attention_module
-from paceline.models.triton.attention import Work, Workspace, attention, tiles_of, work_of
-from paceline.models.triton.division import HEADER, KEYS, PROGRAMS, chunks_of
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 32, 32, 8, 128
 NODES, CONTEXTS = (1, 8, 32, 64), (1024, 16384)

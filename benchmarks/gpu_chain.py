@@ -21,16 +21,16 @@ from gpu_engine import SAMPLED, prompts_of
 from gpu_subject import SMALL, Subject, random_weights
 
 from paceline import SamplingParams
-from paceline.drafters.chain_sampler import ChainSampler, SamplingGraphs
+from paceline.core.sequence import Sequence
+from paceline.drafters.model.chain_sampler import ChainSampler, SamplingGraphs
+from paceline.models.backends.cuda.greedy_chain import Cut, TritonChain
 from paceline.models.chain import READ, ChainRow, GreedyChain
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights, kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
-from paceline.models.triton.greedy_chain import Cut, TritonChain
 from paceline.models.weights import Dtypes
-from paceline.sequence import Sequence
 
 BLOCK = 16
 

@@ -18,7 +18,7 @@ import torch
 from common import finish
 from gpu_passes import device_ms
 
-from paceline.draft import packed_to, sent
+from paceline.core.draft import packed_to, sent
 from paceline.models.kv_cache import KVCache, KVSpec
 
 SHAPES = {"small": (30, 3, 64), "yardstick": (32, 8, 128)}  # layers, K/V heads, width of a head

@@ -19,9 +19,9 @@ from common import finish
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig, ModelConfig
-from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, LearnsNothing
+from paceline.engine.policy.interface import Choice, LearnsNothing
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.weights import Dtypes

@@ -22,8 +22,8 @@ from yardstick import Size, large_drafter
 
 from paceline import SamplingParams, build
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
-from paceline.drafters.dspark import DSparkDrafter, draft_ids, head_rows
-from paceline.drafters.dspark_checkpoint import read
+from paceline.drafters.block.checkpoint import read
+from paceline.drafters.block.drafter import DSparkDrafter, draft_ids, head_rows
 from paceline.drafters.methods import SHIPPED
 from paceline.engine.engine import Engine
 from paceline.models.weights import Dtypes

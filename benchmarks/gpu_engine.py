@@ -17,13 +17,13 @@ from gpu_subject import Subject
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext
-from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.suffix import SuffixDrafter
-from paceline.engine.adaptive import AdaptivePolicy
+from paceline.drafters.lookup.suffix import SuffixDrafter
+from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.engine.policy.priors import prior_of
 from paceline.models.decoder import Decoder
 from paceline.models.graphs import PassGraphs
-from paceline.models.pass_prior import prior_of
 from paceline.models.weights import WeightKind
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

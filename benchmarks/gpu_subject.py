@@ -11,12 +11,12 @@ from yardstick import Size, Yardstick
 
 from paceline.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
-from paceline.models.hub import resolve
 from paceline.models.kernels import kernels_for
-from paceline.models.loader import load_config, load_weights
-from paceline.models.runtime import LoadedModel
+from paceline.models.load.hub import resolve
+from paceline.models.load.loader import load_config, load_weights
+from paceline.models.load.open_model import LoadedModel
 from paceline.models.weights import Dtypes
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 TINY = Size(hidden=256, layers=3, heads=16, kv_heads=4, head_dim=32, intermediate=512)
 SMALL = ModelConfig(

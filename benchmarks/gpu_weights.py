@@ -24,16 +24,16 @@ from torch import Tensor
 from yardstick import Size
 
 from paceline.config import ModelConfig
+from paceline.models.backends.cuda.codes import codes
+from paceline.models.backends.cuda.codes.codes import Ring, expanded, ring_for
+from paceline.models.backends.cuda.kernels import TritonKernels
+from paceline.models.backends.cuda.linear import Rotary, linear
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.loader import expected_shapes
-from paceline.models.triton import codes
-from paceline.models.triton.codes import Ring, expanded, ring_for
-from paceline.models.triton.launch import INTERPRETED
-from paceline.models.triton.linear import Rotary, linear
-from paceline.models.triton.parallel_compile import parallel_compile
-from paceline.models.triton_kernels import TritonKernels
+from paceline.models.load.loader import expected_shapes
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
+from paceline.platform.launch import INTERPRETED
+from paceline.platform.parallel_compile import parallel_compile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter does not multiply bf16

@@ -28,22 +28,22 @@ from safetensors.torch import load_file
 
 from paceline import build
 from paceline.config import EngineConfig, ModelConfig, SpeculationConfig
-from paceline.drafters import dspark_checkpoint
+from paceline.core.sequence import Sequence
 from paceline.drafters.base import DraftRow
-from paceline.drafters.dspark import DSparkDrafter, draft_ids
-from paceline.drafters.eagle_checkpoint import read, write
-from paceline.drafters.eagle_config import EagleConfig, published_layers, shapes
-from paceline.drafters.eagle_layer import EagleLayer
+from paceline.drafters.block import checkpoint as dspark_checkpoint
+from paceline.drafters.block.drafter import DSparkDrafter, draft_ids
+from paceline.drafters.eagle.checkpoint import read, write
+from paceline.drafters.eagle.config import EagleConfig, published_layers, shapes
+from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.methods import METHODS
 from paceline.drafters.speculators import TargetShape
 from paceline.drafters.tapped import TapBatch
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, LearnsNothing
+from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
-from paceline.models.torch_kernels import TorchKernels
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.training.export import export, target_of
 
 HERE = Path(__file__).parent

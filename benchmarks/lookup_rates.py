@@ -19,12 +19,12 @@ from speculation import Configuration, read_prompts
 from paceline import SamplingParams
 from paceline.bench.prompts import shipped
 from paceline.config import SpeculationConfig
+from paceline.core.sequence import Sequence
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRow
-from paceline.engine.acceptance import bucket, first_guess
-from paceline.engine.policy import DEEPEST
-from paceline.models.hub import resolve
-from paceline.models.runtime import LoadedModel, load_model
-from paceline.sequence import Sequence
+from paceline.engine.policy.interface import DEEPEST
+from paceline.engine.policy.survival import bucket, first_guess
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import LoadedModel, load_model
 
 PER_WORKLOAD, TOGETHER, DEPTH = 6, 16, 8
 SHOWN = (0, 1, 2, 3, 5, 7)  # positions

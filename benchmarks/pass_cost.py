@@ -14,10 +14,10 @@ import statistics
 import torch
 from common import finish, interleaved, ratio
 
-from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVCache
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import load_model
 from paceline.models.plan import PassPlan
-from paceline.models.runtime import load_model
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 BLOCK = 16

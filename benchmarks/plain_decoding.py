@@ -17,7 +17,7 @@ from common import finish, interleaved, ratio, read_bandwidth_probe
 from expanded import expanded_folder
 
 from paceline import LLM, SamplingParams
-from paceline.models.hub import cache_home, resolve
+from paceline.models.load.hub import cache_home, resolve
 
 TOKENS = 128
 PROMPT = [{"role": "user", "content": "Explain how a bicycle stays upright."}]

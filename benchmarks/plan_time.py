@@ -25,14 +25,14 @@ from common import finish
 
 from paceline import SamplingParams
 from paceline.config import AUTO
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DraftRow
 from paceline.drafters.base import LEARNED, HostDrafter
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput, StepOutputs
-from paceline.engine.policy import Choice, StepReport
-from paceline.models.pass_prior import CPU, GPU, PassPrior
-from paceline.sequence import Sequence as Answer
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.engine.policy.interface import Choice, StepReport
+from paceline.engine.policy.priors import CPU, GPU, PassPrior
 
 LONGEST = 300  # tokens of an answer; one that has ended makes way for the next
 H200 = {1: 3.95, 8: 4.0, 16: 4.1, 32: 4.35, 64: 4.6, 128: 6.5, 256: 9.1, 512: 13.4, 1024: 23.7, 1536: 36.5}  # ms

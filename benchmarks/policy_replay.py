@@ -31,18 +31,18 @@ from speculation import Configuration, read_prompts
 
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRow
 from paceline.drafters.base import LEARNED, HostDrafter
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput, StepOutputs
-from paceline.engine.drafting import CATCHING_UP
-from paceline.engine.policy import Choice, StepReport
-from paceline.models import pass_prior
-from paceline.models.hub import resolve
-from paceline.models.pass_prior import PassPrior
-from paceline.models.runtime import load_model
-from paceline.sequence import Sequence as Answer
+from paceline.engine.drafter_set import CATCHING_UP
+from paceline.engine.policy import priors as pass_prior
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.engine.policy.interface import Choice, StepReport
+from paceline.engine.policy.priors import PassPrior
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import load_model
 
 LOOKUP = [(method, k) for method in ("ngram", "suffix") for k in (2, 4, 8)]
 MAX_TOKENS, TOGETHER = 128, 20

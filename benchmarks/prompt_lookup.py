@@ -20,8 +20,8 @@ from expanded import expanded_folder
 from speculation import Configuration
 
 from paceline import SamplingParams
-from paceline.models.hub import cache_home, resolve
-from paceline.models.runtime import load_model
+from paceline.models.load.hub import cache_home, resolve
+from paceline.models.load.open_model import load_model
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.models.compress import COMPRESSED
-from paceline.models.loader import load_config, load_quantization, load_weights
-from paceline.models.quantize import quantize_folder
+from paceline.models.load.loader import load_config, load_quantization, load_weights
+from paceline.models.quant.compress import COMPRESSED
+from paceline.models.quant.quantize import quantize_folder
 
 FP8 = {"num_bits": 8, "type": "float"}
 ROUNDED = {**FP8, "strategy": "token", "dynamic": True}  # activations

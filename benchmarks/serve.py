@@ -56,7 +56,7 @@ from paceline.bench.prompts import from_file, shipped
 from paceline.build import build, load
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.engine.engine import Engine
-from paceline.models.hub import cache_home, resolve
+from paceline.models.load.hub import cache_home, resolve
 
 MODES = (AUTO, NONE)
 NEEDED = ("msgspec", "fastapi", "uvicorn", "prometheus_client")

@@ -54,7 +54,9 @@ class Server:
 
     @property
     def worker_pid(self) -> int:
-        return int(subprocess.check_output(["pgrep", "-P", str(self.process.pid), "-f", "paceline.server.worker"]))
+        return int(
+            subprocess.check_output(["pgrep", "-P", str(self.process.pid), "-f", "paceline.server.process.worker"])
+        )
 
     def resident_mib(self) -> tuple[int, int]:
         """Memory of the HTTP process and of the engine's."""

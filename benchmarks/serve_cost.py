@@ -26,8 +26,8 @@ from serve_load import Job, Prompt, Send, make_jobs, over_http, show_ratio
 
 from paceline.bench.prompts import shipped
 from paceline.config import AUTO, NONE
-from paceline.models.hub import resolve
-from paceline.tokenizer import Tokenizer
+from paceline.models.load.hub import resolve
+from paceline.text.tokenizer import Tokenizer
 
 TICKS = os.sysconf("SC_CLK_TCK")
 DRAFTS = "drafts", "draft_tokens", "accepted_tokens"

@@ -33,7 +33,7 @@ from serve_client import Answer, Server, ask, is_openai, leave, percentiles, sen
 
 from paceline import LLM, SamplingParams
 from paceline.config import SpeculationConfig
-from paceline.grammar import CACHE_BYTES
+from paceline.text.grammar import CACHE_BYTES
 
 BODIES_MIB = 64  # a body of the largest size for each client
 STUCK_S = 300.0  # a valid request may ask for an answer as long as the context

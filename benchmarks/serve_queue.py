@@ -50,10 +50,11 @@ from serve_load import served as served_by
 
 from paceline import build as building
 from paceline.config import NONE, EngineConfig, SpeculationConfig
-from paceline.models.runtime import LoadedModel
-from paceline.server import engine_process, worker
-from paceline.server import messages as m
-from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
+from paceline.models.load.open_model import LoadedModel
+from paceline.server.process import engine_process, worker
+from paceline.server.process import messages as m
+from paceline.server.process.client import EngineClient, new_request_id
+from paceline.server.process.engine_process import EngineSettings
 
 SPECULATION = SpeculationConfig(method=NONE)
 ENVIRONMENT = "PACELINE_BENCH_SUBJECT"  # tells the engine's process which model to make

@@ -20,9 +20,9 @@ import torch
 from common import finish, interleaved
 from pass_cost import BLOCK, chain_plan
 
-from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVCache
-from paceline.models.runtime import load_model
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import load_model
 
 SIZES = (1, 4, 8, 16)
 PROMPT = 256

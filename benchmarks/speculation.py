@@ -40,12 +40,12 @@ from common import finish
 from copy_prompts import copy_prompts
 
 from paceline import SamplingParams
-from paceline.bench.statistics import Pair, loops
-from paceline.bench.statistics import speedup as paired_speedup
+from paceline.bench.intervals import Pair, loops
+from paceline.bench.intervals import speedup as paired_speedup
 from paceline.build import make_drafters, make_engine, make_policy
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
-from paceline.models.hub import resolve
-from paceline.models.runtime import LoadedModel, load_model
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import LoadedModel, load_model
 
 NO_LOOPS = "all but loops"
 LOOKUPS = "lookups"  # `auto` without the model's trained drafter

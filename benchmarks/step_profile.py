@@ -24,14 +24,14 @@ from common import finish
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutputs
 from paceline.engine.commit import Landed
 from paceline.engine.engine import Engine
-from paceline.engine.flight import Flight
-from paceline.models.decoder import Model, ModelOutput
+from paceline.engine.in_flight import Flight
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVSpec, LayerCache
-from paceline.models.plan import PassPlan
+from paceline.models.plan import ModelOutput, PassPlan
 from paceline.testing import toy_config
 
 CELLS = ["none 0 1 0", "ngram 4 1 0", "none 0 64 0", "ngram 2 64 0", "none 0 512 0", "none 0 512 1"]

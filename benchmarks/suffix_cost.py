@@ -26,9 +26,9 @@ from policy_replay import VOCABULARY, Record, follow
 
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
+from paceline.core.sequence import Sequence
 from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
-from paceline.drafters.suffix import SuffixDrafter
-from paceline.sequence import Sequence
+from paceline.drafters.lookup.suffix import SuffixDrafter
 
 BUDGET = 8
 WEIGHTS = 16 << 20  # floats

@@ -18,14 +18,14 @@ from common import finish, interleaved
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DraftRow
 from paceline.drafters.base import HostDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, LearnsNothing
-from paceline.models.hub import resolve
-from paceline.models.runtime import LoadedModel, load_model
-from paceline.sequence import Sequence as Answer
+from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.theory import break_even, speedup
 
 ALPHAS = (0.4, 0.55, 0.8)  # thresholds that circulate

@@ -23,7 +23,7 @@ from common import clock, finish, ratio
 from expanded import expanded_folder
 
 from paceline import LLM, SamplingParams
-from paceline.models.hub import cache_home, resolve
+from paceline.models.load.hub import cache_home, resolve
 
 GOAL = 0.7
 LENGTHS = {"short": 8, "long": 421}  # tokens of the prompt

@@ -30,24 +30,24 @@ import numpy as np
 import torch
 from common import finish
 
-from paceline.drafters.dspark_config import CONFIDENCE, W2
+from paceline.drafters.block.config import CONFIDENCE, W2
 from paceline.drafters.methods import DSPARK, EAGLE3
-from paceline.models.hub import resolve
-from paceline.models.runtime import choose_device
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import choose_device
 from paceline.sampling_params import SamplingParams
-from paceline.training.batch import DeviceRows
+from paceline.training.acceptance import by_depth, tau, walk
 from paceline.training.card import write_card, write_curve
-from paceline.training.data import Maker, draft_vocabulary, open_generator
-from paceline.training.dspark import DSparkTrainee
-from paceline.training.files import read_examples
+from paceline.training.data.batch import DeviceRows
+from paceline.training.data.examples import read_examples
+from paceline.training.data.generate import Maker, draft_vocabulary, open_generator
+from paceline.training.data.rows import RowSampler, held_out, packed
+from paceline.training.data.store import Sequences, TokenStore
 from paceline.training.loop import Loop, LoopConfig
-from paceline.training.out import STATE
-from paceline.training.rows import RowSampler, held_out, packed
+from paceline.training.output_folder import STATE
+from paceline.training.registry import Answers, Plan, trainee_of
 from paceline.training.run import HELD_OUT, answers_of, publish
-from paceline.training.store import Sequences, TokenStore
-from paceline.training.target import FrozenTarget
-from paceline.training.trainees import Answers, Plan, trainee_of
-from paceline.training.walk import by_depth, tau, walk
+from paceline.training.trainees.dspark import DSparkTrainee
+from paceline.training.trainees.target import FrozenTarget
 
 TARGET = "smollm2"  # as the card and the checkpoint name it
 SHAPES = {"chain 7": (7, True), "tree 15": (15, False), "tree 60": (60, False)}

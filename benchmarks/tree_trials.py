@@ -33,16 +33,17 @@ from torch import Tensor
 
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
-from paceline.draft import Draft
+from paceline.core.draft import Draft
 from paceline.drafters.base import DraftRow
-from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
-from paceline.drafters.dspark import DSparkDrafter
-from paceline.drafters.dspark_checkpoint import read
-from paceline.drafters.dspark_config import CONFIDENCE
+from paceline.drafters.block.checkpoint import read
+from paceline.drafters.block.config import CONFIDENCE
+from paceline.drafters.block.drafter import DSparkDrafter
+from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.methods import METHODS, SUFFIX, available
-from paceline.engine import acceptance, evidence
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
+from paceline.engine.policy import evidence
+from paceline.engine.policy import survival as acceptance
+from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import LayerCache
 

@@ -20,10 +20,10 @@ import torch
 from common import finish
 from torch import Tensor
 
-from paceline.draft import Draft, Proposal
+from paceline.core.draft import Draft, Proposal
+from paceline.core.sequence import Sequence
 from paceline.engine.sampler import Sampler
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.verify import Controls, DrawKind, Draws, Nodes, Routes, probabilities, verify
 
 DEVICE = torch.device("cuda")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.dspark_config import MASKS, TAP_NORM, DSparkConfig
+from paceline.drafters.block.config import MASKS, TAP_NORM, DSparkConfig
 
 SPREAD = 0.02
 
@@ -217,8 +217,8 @@ def large_drafter(
 
 
 def main() -> None:
-    from paceline.models.hub import resolve
-    from paceline.models.runtime import load_model
+    from paceline.models.load.hub import resolve
+    from paceline.models.load.open_model import load_model
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="auto")
@@ -230,11 +230,11 @@ def main() -> None:
 def agreement(device: torch.device, prompt: str, size: Size, model: str = "smollm2") -> dict[str, float]:
     """Share of positions with the same argmax, and the largest difference of logits over their spread."""
     from paceline.models.decoder import Decoder
-    from paceline.models.hub import resolve
     from paceline.models.kernels import kernels_for
-    from paceline.models.loader import load_config, load_weights
+    from paceline.models.load.hub import resolve
+    from paceline.models.load.loader import load_config, load_weights
     from paceline.models.weights import Dtypes
-    from paceline.tokenizer import Tokenizer
+    from paceline.text.tokenizer import Tokenizer
 
     path = resolve(model)
     config = load_config(path)

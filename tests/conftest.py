@@ -18,10 +18,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is impor
 
 import torch
 
-from paceline.machine import usable_cores
-from tests import fake_llm
-from tests.fake_llm import FakeLLM, Result
-from tests.tiny_model import write_tiny_model
+from paceline.platform.cpu import usable_cores
+from tests.helpers import fake_llm
+from tests.helpers.fake_llm import FakeLLM, Result
+from tests.helpers.tiny_model import write_tiny_model
 
 if not torch.cuda.is_available():  # Triton reads it when it is imported: kernels are then interpreted, on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_core() -> Iterator[None]:
     """A model loaded without a number of threads takes one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.models.runtime.usable_cores", lambda: 1)
+        patch.setattr("paceline.models.load.open_model.usable_cores", lambda: 1)
         yield
 
 
@@ -75,7 +75,7 @@ def paceline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    from paceline.models.hub import resolve
+    from paceline.models.load.hub import resolve
 
     return resolve("smollm2")
 

@@ -41,10 +41,10 @@ from benchmarks.peers.workers import (
     surroundings,
 )
 from paceline.errors import PacelineError
-from paceline.machine import guard_amx
-from paceline.models.hub import cache_home, resolve
-from paceline.models.loader import load_config
-from paceline.tokenizer import Tokenizer
+from paceline.models.load.hub import cache_home, resolve
+from paceline.models.load.loader import load_config
+from paceline.platform.cpu import guard_amx
+from paceline.text.tokenizer import Tokenizer
 
 MAX_CONTEXT = 1024
 WARM_UP = Prompt(name="warm up", workload="chat", text="Tell me about the sea and the ships that cross it.")

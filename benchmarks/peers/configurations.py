@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers.workers import OURS
-from paceline.gguf_file import GGUFFile, import_gguf
+from paceline.files.gguf import GGUFFile, import_gguf
 
 REFERENCE = "paceline none"
 ADVISED_K = 2

@@ -14,9 +14,9 @@ import torch
 
 from paceline.config import ModelConfig
 from paceline.errors import UnsupportedModel
-from paceline.gguf_file import import_gguf
-from paceline.models.gguf_model import ARCHITECTURES, LAYER_NAMES, TOP_NAMES
-from paceline.models.loader import load_config, load_weights
+from paceline.files.gguf import import_gguf
+from paceline.models.load.gguf_model import ARCHITECTURES, LAYER_NAMES, TOP_NAMES
+from paceline.models.load.loader import load_config, load_weights
 
 LAYER_OF = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 TOP_OF = {ours: theirs for theirs, ours in TOP_NAMES.items()}

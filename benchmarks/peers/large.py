@@ -23,7 +23,7 @@ from benchmarks.common import finish
 from benchmarks.peers.configurations import Configuration
 from benchmarks.peers.quiet import settle
 from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, first_cores, interpreter, surroundings
-from paceline.gguf_file import GGUFFile, import_gguf
+from paceline.files.gguf import GGUFFile, import_gguf
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 30, 1536, 8960, 12, 2, 128
 CONTEXT = 1024

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.machine import usable_cores
+from paceline.platform.cpu import usable_cores
 
 HERE = Path(__file__).parent
 OURS = "paceline"  # runs in the driver's own environment

@@ -8,8 +8,8 @@ from typing import Any
 from paceline.config import truth
 from paceline.errors import InvalidParameter, shown
 from paceline.sampling_params import SamplingParams
-from paceline.tokenizer import Tokenizer
-from paceline.vllm_names import CALL, refuse
+from paceline.text.tokenizer import Tokenizer
+from paceline.vllm_compat import CALL, refuse
 
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 CHAT_OPTIONS = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")

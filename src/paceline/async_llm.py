@@ -17,12 +17,12 @@ from paceline.client import Job, StreamedRequest
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Delta, Event, Failed
 from paceline.errors import InvalidParameter
+from paceline.inputs import Message, Prompt
 from paceline.llm import LLM
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.progress_bar import ProgressBar
-from paceline.prompts import Message, Prompt
 from paceline.sampling_params import SamplingParams
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

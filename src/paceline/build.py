@@ -11,19 +11,19 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline import machine
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.methods import DRAFTER, METHODS, Wanted, available, needs_one, serves
 from paceline.drafters.packaged import packaged_for
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Policy
-from paceline.engine.policy_memory import PolicyMemory
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.engine.policy.interface import Policy
+from paceline.engine.policy.memory import PolicyMemory
+from paceline.engine.policy.priors import prior_of
 from paceline.errors import InvalidParameter
-from paceline.models.hub import Progress, cache_home_if_any, resolve
-from paceline.models.pass_prior import prior_of
-from paceline.models.runtime import LoadedModel, load_model
+from paceline.models.load.hub import Progress, cache_home_if_any, resolve
+from paceline.models.load.open_model import LoadedModel, load_model
+from paceline.platform import cpu as machine
 
 
 @dataclass(frozen=True)

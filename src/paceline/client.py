@@ -13,17 +13,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.arguments import CHAT_OPTIONS, chat_options, only_params, per_prompt
-from paceline.chat_template import read_messages
+from paceline.core.sequence import Sequence as Answer
+from paceline.core.sequence import TokenLogprobs
 from paceline.engine.loop import Delta, Ended, EngineThread, Event, Failed, Request
-from paceline.engine.text import TextDecoder
 from paceline.errors import InvalidPrompt, PacelineError, RequestFailed
+from paceline.inputs import each_conversation, each_prompt, is_conversation, read_prompt
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from paceline.progress_bar import AnswerProgress
-from paceline.prompts import each_conversation, each_prompt, is_conversation, read_prompt
 from paceline.sampling_params import SamplingParams, derived_seed
-from paceline.sequence import Sequence as Answer
-from paceline.sequence import TokenLogprobs
-from paceline.tokenizer import Tokenizer
+from paceline.text.chat_template import read_messages
+from paceline.text.stop_strings import TextDecoder
+from paceline.text.tokenizer import Tokenizer
 
 GROUP = 64  # prompts that are encoded and submitted at a time, while the engine runs
 

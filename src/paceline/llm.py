@@ -22,19 +22,19 @@ from paceline.build import Built, build, load
 from paceline.client import Client, Job, StreamedRequest
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
 from paceline.drafters.methods import check
+from paceline.drafters.speculative_config import SpeculativeConfig
+from paceline.drafters.speculative_config import read as read_speculative_config
 from paceline.engine.engine import Engine
 from paceline.engine.loop import CLOSED, Accepted, Delta, EngineThread, Event, Failed
 from paceline.errors import EngineClosed, InvalidParameter, shown
-from paceline.models.hub import Progress
-from paceline.models.runtime import LoadedModel, choose_device
+from paceline.inputs import Message, Prompt
+from paceline.models.load.hub import Progress
+from paceline.models.load.open_model import LoadedModel, choose_device
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.progress_bar import ProgressBar
-from paceline.prompts import Message, Prompt
 from paceline.sampling_params import SEED_LIMIT, SamplingParams
-from paceline.speculative_config import SpeculativeConfig
-from paceline.speculative_config import read as read_speculative_config
-from paceline.tokenizer import Tokenizer
-from paceline.vllm_names import ENGINE, refuse, renamed, split
+from paceline.text.tokenizer import Tokenizer
+from paceline.vllm_compat import ENGINE, refuse, renamed, split
 
 T = TypeVar("T")
 

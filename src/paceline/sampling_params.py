@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from paceline import structured_outputs
 from paceline.config import AUTO, MAX_INT, MAX_K, truth, whole_number
 from paceline.errors import InvalidParameter, shown
-from paceline.vllm_names import SAMPLING, refuse
+from paceline.text import structured_outputs
+from paceline.vllm_compat import SAMPLING, refuse
 
 MAX_LOGPROBS = 20
 MAX_N = 4096  # answers to one prompt

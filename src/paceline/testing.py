@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.models.decoder import Model, ModelOutput
+from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
-from paceline.models.plan import PassPlan
+from paceline.models.plan import ModelOutput, PassPlan
 
 HIDDEN = 4
 

@@ -21,13 +21,13 @@ from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import PLAIN
 from paceline.config import EngineConfig, ModelConfig
-from paceline.draft import Draft
+from paceline.core.draft import Draft
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
-from paceline.models.decoder import ModelOutput
+from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.kv_cache import KVSpec
+from paceline.models.plan import ModelOutput
 from paceline.testing import toy_config
 
 VOCAB, PLACES, EOS = 512, 512, 1
@@ -131,7 +131,7 @@ class FakeMachine:
         self.clock = Clock(self.costs.noise, self.seed)
         self._said = table(self.costs)
         self._model = TableModel(self.costs, self.clock, self._said)
-        for module in ("step_clock", "drafting", "runner"):
+        for module in ("step_clock", "drafter_set", "runner"):
             self.monkeypatch.setattr(f"paceline.engine.{module}.time", SimpleNamespace(perf_counter=self.clock))
 
     @property

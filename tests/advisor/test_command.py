@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.app import run
 from tests.advisor.test_machine import asked, endless
-from tests.models.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -14,15 +14,15 @@ from paceline.advisor.machine import Machine
 from paceline.advisor.profile import activations_cost, method_cost, model_drafter, profile
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import Plan
-from paceline.cli.advise_words import notes
-from paceline.drafters.dspark_checkpoint import write
-from paceline.drafters.medusa_checkpoint import save_heads
-from paceline.models.loader import load_config
-from paceline.models.quantize import quantize_folder
-from tests.drafters.dspark_reference import drafter_config, random_tensors
+from paceline.cli.advise.words import notes
+from paceline.drafters.block.checkpoint import write
+from paceline.drafters.heads.checkpoint import save_heads
+from paceline.models.load.loader import load_config
+from paceline.models.quant.quantize import quantize_folder
+from tests.drafters.block.dspark_reference import drafter_config, random_tensors
 from tests.drafters.overfit import random_heads
-from tests.models.test_quantize import sized_model
-from tests.models.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
+from tests.models.quant.test_quantize import sized_model
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(problem, fo
         spelt["model"]["unk_token"] = "xw0"
         (tmp_path / "tokenizer.json").write_text(json.dumps(spelt))
     else:
-        monkeypatch.setattr("paceline.machine.memory", lambda: type("M", (), {"available": 1000})())
+        monkeypatch.setattr("paceline.platform.cpu.memory", lambda: type("M", (), {"available": 1000})())
     found = Machine(str(folder), draft_models=[str(tmp_path)], device="cpu", raw=True)
     assert found.draft_models == []
     says = {"vocabulary": "another vocabulary", "memory": "of memory are free"}[problem]

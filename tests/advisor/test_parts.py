@@ -16,10 +16,10 @@ from paceline.advisor.halves import check_halves, halves
 from paceline.advisor.reasons import Case, why_off
 from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
-from paceline.cli.advise_words import notes, sentences, settings
+from paceline.cli.advise.words import notes, sentences, settings
 from paceline.config import SpeculationConfig
+from paceline.drafters.speculative_config import read
 from paceline.errors import InvalidParameter
-from paceline.speculative_config import read
 
 NGRAM, SUFFIX, AUTO = Contender("ngram", 4), Contender("suffix", 2), Contender("auto")
 MODEL = Drafted("draft-model", 3, "some/small-model")

@@ -120,7 +120,7 @@ def test_a_drafter_costs_seats(tiny: Path) -> None:
 
 
 def test_the_command_prints_machines_and_refuses_flags_without_meaning(tiny, capsys, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("paceline.cli.advise_traffic.QUICK_SECONDS", 0.1)
+    monkeypatch.setattr("paceline.cli.advise.capacity.QUICK_SECONDS", 0.1)
     prompts = tmp_path / "mine.txt"
     prompts.write_text("alpha beta\ngamma delta")
     fixed = ["advise", str(tiny), "--device", "cpu", "--raw", "--quick", "--prompts", str(prompts)]

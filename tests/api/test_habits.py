@@ -17,11 +17,11 @@ import torch
 
 import paceline
 from paceline import LLM, AsyncLLM, PacelineError, SamplingParams
-from paceline.chat_template import ChatTemplate
 from paceline.config import SpeculationConfig
+from paceline.drafters.speculative_config import read
 from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, shown
-from paceline.speculative_config import read
-from tests.models.tiny import save_tiny
+from paceline.text.chat_template import ChatTemplate
+from tests.helpers.tiny import save_tiny
 
 HUGE = 10**5000  # more digits than Python prints
 IDS = [5, 6, 7, 8]
@@ -214,7 +214,7 @@ def test_a_seed_of_the_model_seeds_every_request_anew(folder: Path) -> None:
 
 
 def test_another_tokenizer_serves(folder: Path, tmp_path: Path) -> None:
-    from tests.models.tiny import write_tokenizer
+    from tests.helpers.tiny import write_tokenizer
 
     write_tokenizer(tmp_path, 20)
     bare = tmp_path / "without a tokenizer of its own"
@@ -483,7 +483,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_never_ends_is_stopped(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.chat_template.MOST_TURNS", 20_000)
+    monkeypatch.setattr("paceline.text.chat_template.MOST_TURNS", 20_000)
     with pytest.raises(PacelineError, match="does not end"):
         ChatTemplate(ENDLESS[name]).render(HELLO)
 

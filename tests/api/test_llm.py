@@ -12,10 +12,10 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.client import Encoded, StreamedRequest, request_output
+from paceline.core.sequence import Sequence
 from paceline.engine.loop import Delta, Ended
-from paceline.engine.text import OutputText
 from paceline.errors import DeviceError, InvalidParameter, InvalidPrompt
-from paceline.sequence import Sequence
+from paceline.text.stop_strings import OutputText
 
 QUESTION = [{"role": "user", "content": "Name three fruits and describe each in one sentence."}]
 

@@ -13,8 +13,8 @@ import torch
 
 from paceline import LLM, PacelineError, SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.speculative_config import read
-from tests.models.tiny import save_tiny
+from paceline.drafters.speculative_config import read
+from tests.helpers.tiny import save_tiny
 
 
 class Sullen:

@@ -22,7 +22,7 @@ import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.errors import EngineClosed, EngineDied, InvalidParameter, InvalidPrompt, QueueFull, RequestFailed
-from tests.models.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 CALLERS = 16
 

@@ -18,12 +18,12 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import Plan, measure
 from paceline.cli.app import run
-from paceline.drafters.medusa_checkpoint import save_heads
+from paceline.drafters.heads.checkpoint import save_heads
 from paceline.drafters.methods import method_names
 from paceline.errors import InvalidParameter, InvalidPrompt
-from paceline.models.loader import load_config
+from paceline.models.load.loader import load_config
 from tests.drafters.overfit import random_heads
-from tests.models.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 CONTENDERS = [Contender("none"), Contender("ngram", 3), Contender("suffix", 2), Contender("auto")]
 

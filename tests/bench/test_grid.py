@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.bench.command import choose
 from paceline.bench.grid import concurrencies
 from paceline.bench.groups import check_enough, make_groups
-from paceline.bench.local import choose
-from paceline.cli.bench import choose_prompts
+from paceline.cli.bench.command import choose_prompts
 from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
 

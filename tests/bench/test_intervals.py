@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.bench.statistics import MIN_PAIRS, Pair, loops, speedup, spread, student, why_too_short
+from paceline.bench.intervals import MIN_PAIRS, Pair, loops, speedup, spread, student, why_too_short
 
 
 @pytest.mark.parametrize(

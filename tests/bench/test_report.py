@@ -18,11 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench import plots, report, report_words
 from paceline.bench.findings import verdict
-from paceline.bench.report_figures import series_of
+from paceline.bench.report import page as report
+from paceline.bench.report import plots
+from paceline.bench.report import words as report_words
+from paceline.bench.report.figures import series_of
 from paceline.bench.results import Cell, Results, Speedup, Spread, WithoutLoops
-from paceline.cli.bench_table import notes
+from paceline.cli.bench.tables import notes
 from paceline.errors import InvalidParameter
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import run
-from tests.models.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

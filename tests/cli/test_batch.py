@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.app import run
-from tests.fake_llm import FakeLLM, Result, start
+from tests.helpers.fake_llm import FakeLLM, Result, start
 
 URL = "/v1/chat/completions"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.output import wrapped
-from tests.fake_llm import FakeLLM, Result, Screen, environment, start
-from tests.test_cli import RESULT_KEYS
+from tests.cli.test_cli import RESULT_KEYS
+from tests.helpers.fake_llm import FakeLLM, Result, Screen, environment, start
 
 needs_prompt_toolkit = pytest.mark.skipif(find_spec("prompt_toolkit") is None, reason="prompt_toolkit is not installed")
 PASTE = "\x1b[200~{}\x1b[201~"  # as terminals bracket it

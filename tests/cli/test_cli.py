@@ -24,7 +24,7 @@ from paceline.cli.app import app
 from paceline.cli.options import DEFAULT_MAX_TOKENS
 from paceline.cli.output import Tally
 from paceline.outputs import SpeculationStats
-from tests.fake_llm import FakeLLM, Result, Screen, environment, start
+from tests.helpers.fake_llm import FakeLLM, Result, Screen, environment, start
 
 RESULT_KEYS = {"model", "method", "weights", "activations", "kv_dtype", "choices", "usage", "timing", "speculation"}
 CHOICE_KEYS = {"index", "text", "token_ids", "finish_reason", "logprobs"}

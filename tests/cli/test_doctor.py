@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import machine
 from paceline.cli.app import run
 from paceline.cli.doctor import choices
-from paceline.models import hub
-from paceline.models.torch_kernels import TorchKernels
+from paceline.models.backends.torch import TorchKernels
+from paceline.models.load import hub
+from paceline.platform import cpu as machine
 
 
 def examined(capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[dict[str, Any], str]:
@@ -45,7 +45,7 @@ def test_a_cache_in_fp8_is_offered_where_it_is_served(monkeypatch: pytest.Monkey
     kernels = TorchKernels()
     kernels.captures = True
     monkeypatch.setattr("paceline.models.kernels.kernels_for", lambda device: kernels)
-    monkeypatch.setattr("paceline.models.runtime.choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("paceline.models.load.open_model.choose_device", lambda name: torch.device("cuda"))
     for capability, offered in (((8, 0), ["auto"]), ((9, 0), ["auto", "fp8"])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert choices([])["kv_dtype"] == offered
@@ -66,7 +66,7 @@ def test_how_weights_lie_in_memory_is_what_the_kernels_at_hand_do(
     kernels = TorchKernels()
     kernels.keeps_codes = keeps
     monkeypatch.setattr("paceline.models.kernels.kernels_for", lambda device: kernels)
-    monkeypatch.setattr("paceline.models.runtime.choose_device", lambda name: torch.device(device))
+    monkeypatch.setattr("paceline.models.load.open_model.choose_device", lambda name: torch.device(device))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert choices([])["dtype"] == words
 
@@ -90,7 +90,8 @@ def test_little_memory_is_reported(empty_cache, monkeypatch, capsys) -> None:
 
 
 def test_missing_native_kernels_are_reported_once_and_are_exit_code_1(empty_cache, monkeypatch, capsys) -> None:
-    from paceline.models import native_kernels, runtime
+    from paceline.models.backends.cpu import kernels as native_kernels
+    from paceline.models.load import open_model as runtime
 
     monkeypatch.delenv("PACELINE_KERNELS", raising=False)
     monkeypatch.setattr(runtime, "choose_device", lambda name: runtime.torch.device("cpu"))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import rng
-from paceline.rng import Lane, bits, bits_of, coin, coin_of, uniform
+from paceline.core import rng
+from paceline.core.rng import Lane, bits, bits_of, coin, coin_of, uniform
 from tests.verify.steps import gumbel_noise as gumbel
 
 SIGMAS = 5.0

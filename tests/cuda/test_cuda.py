@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.draft import Draft
+from paceline.core.draft import Draft
 from paceline.drafters import DRAFTERS
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import PassPlan, slots_of
 from paceline.models.weights import Dtypes
-from tests.drafters.contract_toys import ByRequest, context_for, exercised, params, run
-from tests.models.random_llama import llama
+from tests.helpers.contract_toys import ByRequest, context_for, exercised, params, run
+from tests.helpers.random_llama import llama
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,7 +144,7 @@ def test_what_is_sampled_does_not_depend_on_what_is_captured(engine, method, mon
     before = sampler.uncaptured
     for captured in (True, True, False):
         keys = random.Random(3)
-        monkeypatch.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
+        monkeypatch.setattr("paceline.core.sequence.secrets.randbits", keys.getrandbits)
         monkeypatch.setattr(sampler, "shortcut", captured or DEVICE.type == "cpu")
         with mock.patch.object(graphs, "of", graphs.of if captured else lambda *given: None):
             outputs.append(answers(engine, wanted, [method] * 4))
@@ -217,7 +217,7 @@ def read(engine, sequence, count=None):
 
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 4, 64), (1, 7, 128)])
 def test_attention_in_gluon_has_the_bits_of_the_kernel_that_serves_all(kv_heads, group, dim):
-    from paceline.models.triton import attention
+    from paceline.models.backends.cuda.attention import attention
 
     if not attention.pipelines(torch.empty(1, 1, dim, dtype=torch.bfloat16, device=DEVICE)):
         pytest.skip("no such kernel for this device")

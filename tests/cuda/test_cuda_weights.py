@@ -13,11 +13,11 @@ from torch import Tensor
 
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.loader import expected_shapes
-from paceline.models.parallel import compile_together
+from paceline.models.load.loader import expected_shapes
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
+from paceline.platform.parallel import compile_together
 from paceline.testing import logits_of
-from tests.models.random_llama import llama
+from tests.helpers.random_llama import llama
 from tests.models.test_weights import codes_of
 
 pytestmark = pytest.mark.cuda
@@ -56,7 +56,7 @@ def coded(kind: str, n: int, k: int, group: int, shift: str, dtype: torch.dtype,
 
 
 def uses(x: Tensor, packed: Linear) -> list[Tensor]:
-    from paceline.models.triton.linear import linear
+    from paceline.models.backends.cuda.linear import linear
 
     return [linear(x, packed, gated=True), linear(x, packed, out_dtype=torch.float32)]
 
@@ -88,7 +88,7 @@ def test_a_product_with_codes_has_the_bits_of_the_expanded_weight_in_any_pass(ki
 
 @pytest.mark.parametrize(("kind", "heads", "dim", "rows"), HEADS)
 def test_heads_of_any_size_are_rotated_as_with_the_expanded_weight(kind, heads, dim, rows):
-    from paceline.models.triton.linear import Rotary, linear
+    from paceline.models.backends.cuda.linear import Rotary, linear
 
     kv_heads, k = 1, 256
     n = (heads + 2 * kv_heads) * dim
@@ -103,7 +103,7 @@ def test_heads_of_any_size_are_rotated_as_with_the_expanded_weight(kind, heads, 
         return [linear(x, packed, rotary=Rotary(order * 3, slots, angles.cos(), angles.sin(), *caches)), *caches]
 
     found = run()
-    with mock.patch("paceline.models.triton.linear.streams", return_value=False):
+    with mock.patch("paceline.models.backends.cuda.linear.streams", return_value=False):
         expected = run()
     assert all(map(torch.equal, found, expected))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from paceline.drafters.medusa_checkpoint import MedusaHead
+from paceline.drafters.heads.checkpoint import MedusaHead
 from paceline.models.decoder import FINAL, Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Dtypes
-from tests.test_cuda import CONFIG, weights
+from tests.cuda.test_cuda import CONFIG, weights
 
 BLOCK = 16
 CPU = torch.device("cpu")

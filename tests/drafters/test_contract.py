@@ -17,18 +17,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.core.rng import Lane, coin_of
+from paceline.core.verdict import Kind
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.medusa import MedusaDrafter
+from paceline.drafters.heads.medusa import MedusaDrafter
+from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import likely_nodes
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.engine.policy.interface import Choice
 from paceline.errors import InvalidParameter
-from paceline.rng import Lane, coin_of
 from paceline.testing import toy_config
-from paceline.verdict import Kind
-from tests.drafters.contract_toys import (
+from tests.drafters.block.dspark_reference import knowing
+from tests.drafters.block.dspark_reference import make as make_block_drafter
+from tests.drafters.eagle.eagles import fitted
+from tests.drafters.overfit import overfit_heads, taps_of
+from tests.helpers.contract_toys import (
     AHEAD,
     EARLY,
     MAKERS,
@@ -55,11 +59,7 @@ from tests.drafters.contract_toys import (
     repeating,
     run,
 )
-from tests.drafters.dspark_reference import knowing
-from tests.drafters.dspark_reference import make as make_block_drafter
-from tests.drafters.eagles import fitted
-from tests.drafters.overfit import overfit_heads, taps_of
-from tests.engine.fakes import requests_strategy
+from tests.helpers.fakes import requests_strategy
 
 METHODS = list(DRAFTERS)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]

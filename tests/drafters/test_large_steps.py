@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.draft import Draft
-from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.core.draft import Draft
+from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.weights import Dtypes
-from tests.drafters.contract_toys import ByRequest, Choosing, exercised, params, run
-from tests.drafters.dspark_reference import knowing, make
-from tests.models.random_llama import llama, random_weights
+from tests.drafters.block.dspark_reference import knowing, make
+from tests.helpers.contract_toys import ByRequest, Choosing, exercised, params, run
+from tests.helpers.random_llama import llama, random_weights
 
 CONFIG = llama(vocab_size=128, max_positions=256)
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
@@ -128,7 +128,7 @@ def test_what_is_sampled_of_cut_chains_does_not_depend_on_what_is_captured(devic
                 for _, name, prompt, _ in requests_of(64, {})]  # fmt: skip
     outputs = []
     for captured in (True, False):
-        monkeypatch.setattr("paceline.sequence.secrets.randbits", random.Random(3).getrandbits)
+        monkeypatch.setattr("paceline.core.sequence.secrets.randbits", random.Random(3).getrandbits)
         engine.runner.sampler.shortcut = captured
         outputs.append(answers(engine, requests)[1])
     assert outputs[0] == outputs[1]

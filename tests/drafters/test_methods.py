@@ -27,13 +27,13 @@ from paceline.drafters.methods import (
     check,
     is_called,
 )
+from paceline.drafters.speculative_config import read
 from paceline.errors import InvalidParameter
-from paceline.speculative_config import read
 from paceline.testing import toy_config
 
 SOURCE = Path(paceline.__file__).parent
 TABLE, NO_METHODS = "drafters/methods.py", "config.py"
-NATIVE = {"drafters/native_ngram.py", "drafters/native_suffix.py"}  # the names of C functions begin so
+NATIVE = {"drafters/lookup/native_ngram.py", "drafters/lookup/native_suffix.py"}  # the names of C functions begin so
 ABOUT_METHODS = ("method", "methods", "speculation")  # names beside which "none" and "auto" are methods
 
 

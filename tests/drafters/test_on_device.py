@@ -12,21 +12,21 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.draft import Draft, packed_to
-from paceline.drafters.medusa import MedusaDrafter
+from paceline.core.draft import Draft, packed_to
+from paceline.core.verdict import Kind, Verdict
+from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import slots_of
-from paceline.verdict import Kind, Verdict
-from paceline.verify.graph_cache import WIDTHS
-from tests.drafters.contract_toys import ByRequest, Choosing, exercised, params, run
-from tests.drafters.dspark_reference import knowing
-from tests.drafters.dspark_reference import make as make_block_drafter
+from paceline.verify.cuda.graphs import WIDTHS
+from tests.cuda.test_cuda import CONFIG, LENGTH, PROMPTS
+from tests.drafters.block.dspark_reference import knowing
+from tests.drafters.block.dspark_reference import make as make_block_drafter
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, taps_of, tiny_decoder
-from tests.test_cuda import CONFIG, LENGTH, PROMPTS
+from tests.helpers.contract_toys import ByRequest, Choosing, exercised, params, run
 
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
 ASKED = {"greedy": {}, "seeded": {"temperature": 0.6}}

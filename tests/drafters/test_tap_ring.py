@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paceline.config import MAX_K
+from paceline.core.verdict import UnreadVerdict, VerdictRow
 from paceline.drafters.tapped import Committed, TapRing
-from paceline.verdict import UnreadVerdict, VerdictRow
-from tests.drafters.contract_toys import features, make_drafter, make_engine, params, prompt_of
+from tests.helpers.contract_toys import features, make_drafter, make_engine, params, prompt_of
 
 WIDTH = 2, 3  # taps of a row, and components of each
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.policy import Choice, LearnsNothing
-from tests.drafters.contract_toys import Letters
-from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter, requests_strategy
-from tests.engine.results import rows_of
+from paceline.engine.policy.interface import Choice, LearnsNothing
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
+from tests.helpers.contract_toys import Letters
+from tests.helpers.fakes import ChainDrafter, TapDrafter, TreeDrafter, requests_strategy
+from tests.helpers.results import rows_of
 
 EOS = 3
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, LearnsNothing
+from paceline.engine.policy.interface import Choice, LearnsNothing
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, context_logits, toy_config
-from tests.engine.fakes import (
+from tests.helpers.fakes import (
     ChainDrafter,
     GreedyBudgetDrafter,
     NaNDrafter,

@@ -13,18 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import draft as draft_module
-from paceline.draft import Draft, ancestors, clamp_trees, packed_to
+from paceline.core import draft as draft_module
+from paceline.core.draft import Draft, ancestors, clamp_trees, packed_to
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import Verdict, VerdictRow
 from paceline.engine import layout as layout_module
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.flight import Reading
+from paceline.engine.in_flight import Reading
 from paceline.engine.layout import filled_in, lay_out
-from paceline.garbage import expect_objects, no_collection
-from paceline.models.staging import Staging
+from paceline.platform.garbage import expect_objects, no_collection
+from paceline.platform.staging import Staging
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
-from paceline.verdict import Verdict, VerdictRow
 
 BLOCK = 4
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepTiming
-from paceline.engine.drafting import CATCHING_UP
-from paceline.engine.policy import Choice
+from paceline.engine.drafter_set import CATCHING_UP
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.priors import GPU
 from paceline.models.buckets import STEPS
-from paceline.models.pass_prior import GPU
-from tests.engine.results import ResultRow, result_of
-from tests.engine.test_policy import Lookup, Trees, sequence
+from tests.engine.policy.test_policy import Lookup, Trees, sequence
+from tests.helpers.results import ResultRow, result_of
 
 # An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.
 PASS_MS = {1: 3.86, 16: 4.1, 32: 4.4, 64: 4.65, 128: 5.6, 256: 8.2, 384: 11.8, 512: 14.3, 1024: 27.4, 2048: 54.0}

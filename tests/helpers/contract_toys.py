@@ -14,31 +14,30 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.controls import ControlsBuilder
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.dspark_config import W1, W2
-from paceline.drafters.medusa import MedusaDrafter
-from paceline.drafters.medusa_checkpoint import MedusaHead
+from paceline.drafters.block.config import W1, W2
+from paceline.drafters.heads.checkpoint import MedusaHead
+from paceline.drafters.heads.medusa import MedusaDrafter
+from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, LearnsNothing
-from paceline.grammar import Matcher
+from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.models.backends.cpu.kernels import NativeKernels, library_status, load_library
 from paceline.models.chain import READ
-from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
-from paceline.models.native_kernels import NativeKernels, library_status, load_library
-from paceline.models.plan import PassPlan
+from paceline.models.plan import ModelOutput, PassPlan
 from paceline.models.weights import Dtypes, WeightKind
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.testing import context_logits, toy_config
+from paceline.text.grammar import Matcher
 from paceline.verify import Nodes, probabilities, process
-from tests.drafters.dspark_reference import drafter_config, overfit_head, random_tensors
-from tests.drafters.dspark_reference import make as make_block_drafter
-from tests.drafters.eagles import toy_drafter
-from tests.engine.results import rows_of
+from paceline.verify.metadata import ControlsBuilder
+from tests.drafters.block.dspark_reference import drafter_config, overfit_head, random_tensors
+from tests.drafters.block.dspark_reference import make as make_block_drafter
+from tests.drafters.eagle.eagles import toy_drafter
+from tests.helpers.results import rows_of
 
 VOCAB = 11
 HIDDEN = 128  # of a hidden state, of which the first VOCAB * VOCAB are used: whole blocks of 32, as Q8_0 weights have

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import torch
 
 import paceline.verify  # noqa: F401
-from paceline.draft import Draft, Proposal
-from paceline.rng import Lane
+from paceline.core.draft import Draft, Proposal
+from paceline.core.rng import Lane
 
 EXACT = 1e-12
 LOW, HIGH, BISECTIONS = 2.0**-53, 1 - 2.0**-53, 50
-PRODUCT = SimpleNamespace(verify=sys.modules["paceline.verify"], rng=sys.modules["paceline.rng"])
+PRODUCT = SimpleNamespace(verify=sys.modules["paceline.verify"], rng=sys.modules["paceline.core.rng"])
 
 
 class Toy:

@@ -7,7 +7,7 @@ import random
 import torch
 from hypothesis import strategies as st
 
-from paceline.draft import Draft, Proposal
+from paceline.core.draft import Draft, Proposal
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.tapped import CAPACITY, TappedDrafter
 from paceline.models.kv_cache import KVSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.config import ModelConfig
-from paceline.models.loader import expected_shapes
+from paceline.models.load.loader import expected_shapes
 
 
 def llama(**sizes: int) -> ModelConfig:

@@ -7,8 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from paceline.config import NONE
+from paceline.core.sequence import Sequence
 from paceline.engine.batch import DraftOutcome, StepResult
-from paceline.sequence import Sequence
 
 
 class ResultRow(NamedTuple):

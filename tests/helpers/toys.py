@@ -8,12 +8,12 @@ import time
 import torch
 
 from paceline.config import EngineConfig
+from paceline.core.sequence import Sequence
 from paceline.drafters import DraftRow
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, LearnsNothing
-from paceline.models.decoder import ModelOutput
+from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.models.plan import ModelOutput
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.testing import HashModel, read_context, toy_config
 
 VOCAB = 11

@@ -12,13 +12,13 @@ import transformers
 
 from paceline.models.decoder import FINAL, LEAST_POSITIONS
 from paceline.models.kv_cache import KVCache
-from paceline.models.loader import load_config, load_weights
+from paceline.models.load.loader import load_config, load_weights
+from paceline.models.load.open_model import load_model
 from paceline.models.plan import PassPlan
 from paceline.models.rope import rope_tables
-from paceline.models.runtime import load_model
 from paceline.models.weights import WeightKind
 from paceline.testing import logits_of
-from tests.models.tiny import TINY, save_tiny
+from tests.helpers.tiny import TINY, save_tiny
 
 LENGTH = 90  # beyond every window (16) and original context (32) below
 

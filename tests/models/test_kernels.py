@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import DeviceError, InvalidParameter
-from paceline.models import native_kernels
+from paceline.models.backends.cpu import kernels as native_kernels
+from paceline.models.backends.cpu.kernels import (
+    VARIANTS,
+    NativeKernels,
+    library_status,
+    open_library,
+    runnable_variants,
+)
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import Layer, LayerByLayer, Rope, Shape, kernels_for
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_kernels import VARIANTS, NativeKernels, library_status, open_library, runnable_variants
 from paceline.models.plan import PassPlan
-from paceline.models.torch_kernels import TorchKernels
 
 BLOCK = 16
 REFERENCE = TorchKernels()
@@ -401,7 +407,7 @@ def test_torch_attention_takes_turns_without_changing_its_answer(window, monkeyp
     for plan in (state.plan(rows), state.branch(rows, [1 + p % 3 for _, p in rows])):
         whole = TorchKernels().attention(q, plan, state.cache, 0.25, window)
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.models.torch_reads.LIMIT", 50 * 4 * 7)
+            patch.setattr("paceline.models.backends.torch_reads.LIMIT", 50 * 4 * 7)
             kernels = TorchKernels()
             torch.testing.assert_close(kernels.attention(q, plan, state.cache, 0.25, window), whole)
             assert len(kernels._reads(plan).parts(window, 4, state.cache)) >= 8

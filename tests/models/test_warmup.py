@@ -10,7 +10,7 @@ import pytest
 from paceline.models.buckets import STEPS, TILES, Bucket, path_up, up
 from paceline.models.warmup import TREES, PassShape, drafting, verifying, warmup_pass
 
-attention = pytest.importorskip("paceline.models.triton.attention", reason="needs triton")
+attention = pytest.importorskip("paceline.models.backends.cuda.attention.attention", reason="needs triton")
 
 
 def bucket(counts: list[int], group: int, logits: int | None = None, path: int = 0) -> Bucket:
@@ -71,7 +71,7 @@ def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:
 
 
 def test_kernels_are_compiled_side_by_side_and_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("paceline.models.triton.parallel_compile")
+    module = pytest.importorskip("paceline.platform.parallel_compile")
     launches = []
 
     def run(self: object, *args: object, warmup: bool, **kwargs: object) -> None:

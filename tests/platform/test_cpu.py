@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import machine
+from paceline.platform import cpu as machine
 
 WITH_AMX = "processor\t: 0\nmodel name\t: A Xeon (with tiles)\nflags\t\t: fpu avx2 avx512f amx_bf16 amx_tile amx_int8\n"
 WITHOUT_AMX = "processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu fma avx2 avx512f\n"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.cuda_graph import GraphRecorder
+from paceline.platform.cuda_graph import GraphRecorder
 
 
 class Graph:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.models.staging import TURNS, Buffer, Runtime, Staging
+from paceline.platform.staging import TURNS, Buffer, Runtime, Staging
 
 CPU = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_no_buffer_is_filled_or_given_away_before_its_last_copy_is_over(seed, mo
             number = next(events)
             self.over = SimpleNamespace(cuda_event=number, synchronize=lambda: library.wait(number))
 
-    monkeypatch.setattr("paceline.models.staging.Buffer", Made)
+    monkeypatch.setattr("paceline.platform.staging.Buffer", Made)
     staging._buffers = [None] * TURNS
     sent: list[tuple[torch.Tensor, list[int]]] = []
     read: list[tuple[list[int], list[int]]] = []

@@ -18,15 +18,12 @@ SOURCE = Path(paceline.__file__).parent
 # also import one another, as long as no cycle comes of it.
 RANKS: list[set[str]] = [
     {
-        *("errors", "config", "sampling_params", "outputs", "draft", "verdict", "rng", "sequence", "theory", "machine"),
-        *("rng_triton", "tokenizer", "tokenizer_config", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
-        *("garbage", "cuda_graph", "triton_support", "vllm_names", "prompts", "progress_bar", "arguments"),
-        *("grammar", "structured_outputs", "prompt_files"),
+        *("errors", "config", "sampling_params", "outputs", "vllm_compat", "inputs", "progress_bar", "arguments"),
+        *("core", "files", "platform", "native", "text", "theory"),
     },
     {"models", "verify"},
-    {"controls"},
     {"drafters"},
-    {"engine", "speculative_config"},
+    {"engine"},
     {"build", "client"},
     {"llm"},
     {"async_llm"},
@@ -38,20 +35,18 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 PUBLIC = "__init__"  # the package itself: looks its names up lazily, so any module may import __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
-VERIFY_MAY_IMPORT = {
-    *("torch", "triton", "numpy", "verify"),
-    *("draft", "verdict", "rng", "rng_triton", "cuda_graph", "triton_support"),
-}
+VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "verify", "core", "platform", "native", "errors"}
 NO_TORCH = (
     "errors",
     "config",
     "sampling_params",
     "outputs",
-    "vllm_names",
-    "prompts",
-    "machine",
+    "vllm_compat",
+    "inputs",
+    "files",
+    "platform.cpu",
     "theory",
-    "models.hub",
+    "models.load.hub",
     "drafters.methods",
     "cli",
 )

@@ -17,7 +17,7 @@ import pytest
 
 import paceline
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -30,11 +30,11 @@ from benchmarks.peers.report import (
 from benchmarks.peers.rows import Rows
 from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, interpreter
 from paceline.errors import UnsupportedModel
-from paceline.gguf_file import GGUFFile
-from paceline.machine import usable_cores
-from paceline.models.gguf_model import gguf_config, gguf_names, gguf_weight
-from paceline.models.loader import load_config, load_weights
-from tests.models.tiny import save_tiny
+from paceline.files.gguf import GGUFFile
+from paceline.models.load.gguf_model import gguf_config, gguf_names, gguf_weight
+from paceline.models.load.loader import load_config, load_weights
+from paceline.platform.cpu import usable_cores
+from tests.helpers.tiny import save_tiny
 
 AUTO = "paceline auto"
 EOS = 9

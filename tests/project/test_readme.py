@@ -20,10 +20,10 @@ import pytest
 import typer
 
 from paceline.cli.app import app, run
-from paceline.models.store import MANIFEST
-from tests.models.tiny import save_tiny
+from paceline.models.load.store import MANIFEST
+from tests.helpers.tiny import save_tiny
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 PAGES = {page.name: page.read_text() for page in (ROOT / "README.md", *GUIDES, ROOT / "docs/choosing.md")}
 README = PAGES["README.md"]

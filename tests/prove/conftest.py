@@ -9,7 +9,7 @@ import torch
 
 from paceline import LLM
 from paceline.prove.subject import Effort
-from tests.models.tiny import save_tiny, write_tokenizer
+from tests.helpers.tiny import save_tiny, write_tokenizer
 
 EFFORT = Effort(prompts=3, few=2, max_tokens=20, replays=8_000, steps=1, generations=64)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.prove.statistics import POWER, GTest, chi_square_survival, g_test, noncentral_survival, tail
+from paceline.prove.g_test import POWER, GTest, chi_square_survival, g_test, noncentral_survival, tail
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,20 @@ import torch
 
 from paceline import LLM
 from paceline.cli.app import run
+from paceline.core.rng import Lane, coin
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import Verdict
 from paceline.engine import sampler
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.prove import inject, rollback
+from paceline.prove.g_test import FALSE_ALARM, g_test
 from paceline.prove.identity import ChangingPolicy
 from paceline.prove.prover import prove
 from paceline.prove.replay import toy
 from paceline.prove.report import FAIL, NOT_EXERCISED, PASS, Report, Row
-from paceline.prove.statistics import FALSE_ALARM, g_test
 from paceline.prove.subject import Effort, Subject, encoded_prompts
 from paceline.prove.tap import Seen
-from paceline.rng import Lane, coin
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
-from paceline.verdict import Verdict
 from paceline.verify import verify
 from tests.prove.conftest import EFFORT, motifs
 

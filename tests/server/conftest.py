@@ -29,7 +29,7 @@ class Server:
 
     @property
     def worker_pids(self) -> list[int]:
-        command = ["pgrep", "-P", str(self.process.pid), "-f", "paceline.server.worker"]
+        command = ["pgrep", "-P", str(self.process.pid), "-f", "paceline.server.process.worker"]
         return [int(pid) for pid in subprocess.check_output(command).split()]
 
     @property

@@ -13,9 +13,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.helpers.tiny_model import CONFIG
+from tests.server.api.test_api import MESSAGES, post
 from tests.server.conftest import Server
-from tests.server.test_api import MESSAGES, post
-from tests.tiny_model import CONFIG
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 FORCED = {"structured_outputs": {"choice": [CALL]}}  # a random model does not call tools by itself

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from paceline.outputs import SpeculationStats
-from paceline.server import messages as m
 from paceline.server.app import _on_drift
-from paceline.server.channel import Channel, framed
 from paceline.server.drift import DROP, LEARN, THRESHOLD, DriftMonitor, Watch
 from paceline.server.metrics import Metrics
-from paceline.server.worker import Worker
+from paceline.server.process import messages as m
+from paceline.server.process.channel import Channel, framed
+from paceline.server.process.worker import Worker
+from tests.server.api.test_api import post
 from tests.server.conftest import Server
-from tests.server.test_api import post
 
 
 def drafts_until_alarm(rng: np.random.Generator, rate: float, fallen: float, limit: int) -> int | None:

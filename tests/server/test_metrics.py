@@ -6,8 +6,8 @@ import re
 import time
 
 from paceline.outputs import SpeculationStats
-from paceline.server import messages as m
 from paceline.server.metrics import Metrics
+from paceline.server.process import messages as m
 
 TOKENS, PASSES, FIRST = (
     "generation_tokens_total",

@@ -43,7 +43,7 @@ def replicas_of(address: tuple[str, int]) -> list[int]:
     listed = subprocess.check_output(["ps", "-eo", "pid,ppid,args"], text=True).splitlines()
     rows = [line.split(None, 2) for line in listed[1:]]
     named = {int(pid): args for pid, _, args in rows if "Replica" in args and "ray::" in args}
-    engines = [int(parent) for _, parent, args in rows if "paceline.server.worker" in args]
+    engines = [int(parent) for _, parent, args in rows if "paceline.server.process.worker" in args]
     return [parent for parent in engines if parent in named]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.cli.app import run
+from tests.server.api.test_api import MESSAGES, post
 from tests.server.conftest import Server, start_server
-from tests.server.test_api import MESSAGES, post
 
 
 def ask(server: Server, method: str, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:

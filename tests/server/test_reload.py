@@ -14,16 +14,16 @@ import openai
 import pytest
 import torch
 
-from paceline.drafters.medusa_checkpoint import MedusaHead, save_heads
+from paceline.drafters.heads.checkpoint import MedusaHead, save_heads
 from paceline.errors import InvalidParameter
 from paceline.server.app import create_app
 from paceline.server.capture import Capture
-from paceline.server.engine_client import EngineSettings
+from paceline.server.process.engine_process import EngineSettings
 from paceline.server.state import ServerSettings
-from paceline.training.files import read_examples
+from paceline.training.data.examples import read_examples
+from tests.helpers.tiny_model import CONFIG
+from tests.server.api.test_api import LONG, MESSAGES, post
 from tests.server.conftest import start_server, wait_until
-from tests.server.test_api import LONG, MESSAGES, post
-from tests.tiny_model import CONFIG
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
 

@@ -25,8 +25,8 @@ from benchmarks.serve_client import Answer, ask, is_openai, leave, send_raw
 from paceline import LLM, SamplingParams
 from paceline.engine import loop
 from paceline.errors import InvalidParameter, QueueFull
-from paceline.server import messages as m
-from paceline.server.worker import Worker
+from paceline.server.process import messages as m
+from paceline.server.process.worker import Worker
 from tests.server.conftest import Server, start_server, wait_until
 
 PROMPTS = [f"Tell me about the number {number}." for number in range(24)]
@@ -215,7 +215,7 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused_and_holds_up_no_oth
         assert wanted["regex"] == "quick" or go_on.wait(60)
         return "compiled"
 
-    monkeypatch.setattr("paceline.server.worker.COMPILE_S", 1.0)
+    monkeypatch.setattr("paceline.server.process.worker.COMPILE_S", 1.0)
     built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
     worker = Worker(NO_CHANNEL, built)
     threading.Thread(target=worker._compile, daemon=True).start()

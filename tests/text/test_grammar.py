@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.core.sequence import Sequence
 from paceline.errors import InvalidParameter
-from paceline.grammar import CACHE_BYTES, Grammars, masks_of
-from paceline.sequence import Sequence
-from paceline.structured_outputs import ONE_LINE, WHITESPACE
+from paceline.text.grammar import CACHE_BYTES, Grammars, masks_of
+from paceline.text.structured_outputs import ONE_LINE, WHITESPACE
 from paceline.verify import Controls, GrammarMasks, Nodes, edit
 
 SCHEMA = {
@@ -74,7 +74,7 @@ def test_a_sequence_whose_masks_take_ever_longer_is_to_end(smollm2: LLM, grammar
 def test_a_grammar_that_is_too_slow_ends_its_own_request_only(smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]+"})
     with monkeypatch.context() as patched:
-        patched.setattr("paceline.grammar.BEYOND_S", -1.0)
+        patched.setattr("paceline.text.grammar.BEYOND_S", -1.0)
         beside = smollm2.stream("Count: 1, 2, 3,", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
         next(beside)
         with pytest.raises(InvalidParameter, match=r"structured_outputs: .* too long"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.text import OutputText
+from paceline.text.stop_strings import OutputText
 
 
 class Pieces:

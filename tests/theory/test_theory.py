@@ -27,7 +27,7 @@ from paceline.errors import InvalidParameter
 from paceline.theory import Roofline
 from paceline.theory.table import memory_use
 
-DOC = Path(__file__).parents[1] / "docs" / "theory.md"
+DOC = Path(__file__).parents[2] / "docs" / "theory.md"
 TRIALS, SIGMAS = 20_000, 5.0
 
 alphas = st.floats(0, 1)

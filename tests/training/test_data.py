@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from paceline.errors import InvalidParameter
-from paceline.tokenizer import Tokenizer
-from paceline.training import data
-from paceline.training.data import Maker, draft_vocabulary
-from paceline.training.files import encoded, read_examples
-from paceline.training.filters import loop_ends, repeats, without_loops
-from paceline.training.rows import RowSampler, held_out, packed
-from paceline.training.store import Sequences, TokenStore
+from paceline.text.tokenizer import Tokenizer
+from paceline.training.data import generate as data
+from paceline.training.data.examples import encoded, read_examples
+from paceline.training.data.filters import loop_ends, repeats, without_loops
+from paceline.training.data.generate import Maker, draft_vocabulary
+from paceline.training.data.rows import RowSampler, held_out, packed
+from paceline.training.data.store import Sequences, TokenStore
 
 
 def numbers(count, seed=0):

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.drafters.dspark_checkpoint import read
-from paceline.training.batch import DeviceRows, anchors
-from paceline.training.dspark import DSparkTrainee
-from paceline.training.rows import packed
-from paceline.training.store import Sequences
-from paceline.training.walk import by_depth, tau, walk
-from tests.drafters.dspark_reference import after, unary_logits
+from paceline.drafters.block.checkpoint import read
+from paceline.training.acceptance import by_depth, tau, walk
+from paceline.training.data.batch import DeviceRows, anchors
+from paceline.training.data.rows import packed
+from paceline.training.data.store import Sequences
+from paceline.training.trainees.dspark import DSparkTrainee
+from tests.drafters.block.dspark_reference import after, unary_logits
 from tests.training.toy import (
     SMALL,
     VOCAB,

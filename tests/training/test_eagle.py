@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.drafters.eagle_checkpoint import read
-from paceline.training.batch import DeviceRows
-from paceline.training.eagle import EagleOptions, EagleTrainee
-from paceline.training.rows import packed
-from tests.drafters.eagles import Reference
+from paceline.drafters.eagle.checkpoint import read
+from paceline.training.data.batch import DeviceRows
+from paceline.training.data.rows import packed
+from paceline.training.trainees.eagle import EagleOptions, EagleTrainee
+from tests.drafters.eagle.eagles import Reference
 from tests.training.toy import noise_sequences, some_vocabulary, toy_target
 
 OPTIONS = EagleOptions(steps=3, draft_vocab=64, anchors=8)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paceline.drafters.methods import DSPARK
-from paceline.training.dspark import DSparkTrainee
+from paceline.training.acceptance import tau, walk
+from paceline.training.data.store import Sequences
 from paceline.training.engine_tau import engine_tau
-from paceline.training.store import Sequences
-from paceline.training.walk import tau, walk
+from paceline.training.trainees.dspark import DSparkTrainee
 from tests.training.toy import SMALL, VOCAB, continued, toy_loop, toy_target
 
 PROMPTS = ([5, 9, 33, 2], [8, 8, 41, 17, 60])

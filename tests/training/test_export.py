@@ -14,15 +14,17 @@ from safetensors.torch import load_file
 
 from paceline.cli.app import run
 from paceline.config import ModelConfig
-from paceline.drafters import dspark_checkpoint, eagle_checkpoint, medusa_checkpoint
-from paceline.drafters.dspark_config import W1, DSparkConfig
-from paceline.drafters.dspark_config import shapes as block_shapes
+from paceline.drafters.block import checkpoint as dspark_checkpoint
+from paceline.drafters.block.config import W1, DSparkConfig
+from paceline.drafters.block.config import shapes as block_shapes
+from paceline.drafters.eagle import checkpoint as eagle_checkpoint
+from paceline.drafters.heads import checkpoint as medusa_checkpoint
 from paceline.drafters.speculators import TargetShape
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
 from paceline.training.export import Target, export
-from tests.drafters.eagles import config_for, random_tensors
+from tests.cuda.test_cuda import CONFIG
+from tests.drafters.eagle.eagles import config_for, random_tensors
 from tests.drafters.overfit import random_heads
-from tests.test_cuda import CONFIG
 
 HEAD = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4))
 TARGET = Target("some/model", CONFIG, lambda: HEAD)
@@ -190,7 +192,7 @@ def test_folders_that_cannot_be_read_or_written_are_refused(tmp_path):
 
 def test_a_full_disk_is_one_line_and_leaves_no_folder(tmp_path):
     eagle3(tmp_path / "in")
-    full = mock.patch("paceline.drafters.checkpoint.save_file", side_effect=SafetensorError("No space left on device"))
+    full = mock.patch("paceline.drafters.folder.save_file", side_effect=SafetensorError("No space left on device"))
     with full, pytest.raises(InvalidParameter, match=r"cannot write to .*out: No space left on device"):
         export(tmp_path / "in", "eagle3", tmp_path / "out", TARGET)
     assert not (tmp_path / "out").exists()

@@ -29,7 +29,7 @@ if int({world}) > 1:
     import torch.distributed as dist
     dist.init_process_group("gloo")
 from tests.training.toy import toy_loop
-from paceline.training.target import FrozenTarget
+from paceline.training.trainees.target import FrozenTarget
 target = FrozenTarget(Path({target!r}), torch.device("cpu"), torch.float32)
 loop = toy_loop(target, Path({folder!r}), 8)
 loop.report = lambda line: (print(line, flush=True), time.sleep(600 * line.startswith({stuck_at!r})))

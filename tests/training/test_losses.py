@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paceline.training.losses import LossOptions, draft_loss
+from paceline.training.trainees.losses import LossOptions, draft_loss
 
 
 @pytest.mark.parametrize("markov", [True, False])

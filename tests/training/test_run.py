@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import run
-from paceline.drafters.dspark_checkpoint import read
+from paceline.drafters.block.checkpoint import read
 from paceline.drafters.methods import DSPARK
-from tests.models.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 DEVICE = ["--device", "cpu", "--rows", "2", "--length", "48"]
 SIZES = [f"--set={one}" for one in ("layers=1", "block=4", "num_taps=2", "rank=4", "draft_vocab=64", "anchors=4")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.models.quantize import quantize_folder
-from paceline.models.runtime import load_model
-from paceline.training.draft import DraftOptions, DraftTrainee
+from paceline.models.load.open_model import load_model
+from paceline.models.quant.quantize import quantize_folder
 from paceline.training.export import target_of
-from paceline.training.target import FrozenTarget, positions_of
-from tests.models.test_quantize import sized_model
-from tests.models.tiny import TINY, save_tiny
+from paceline.training.trainees.draft_model import DraftOptions, DraftTrainee
+from paceline.training.trainees.target import FrozenTarget, positions_of
+from tests.helpers.tiny import TINY, save_tiny
+from tests.models.quant.test_quantize import sized_model
 from tests.training.toy import CPU
 
 LENGTH = 48  # beyond every window (16)

@@ -8,14 +8,14 @@ import json
 import pytest
 import torch
 
-from paceline.drafters.medusa_checkpoint import load_heads, save_heads
+from paceline.drafters.heads.checkpoint import load_heads, save_heads
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
 from paceline.drafters.speculators import target_of
 from paceline.errors import BrokenModel, InvalidParameter
+from paceline.training.data.store import Sequences
 from paceline.training.engine_tau import engine_tau
 from paceline.training.names import DRAFT, drafting_method
-from paceline.training.store import Sequences
-from paceline.training.trainees import TRAINEES, Plan, trainee_of
+from paceline.training.registry import TRAINEES, Plan, trainee_of
 from tests.training.toy import VOCAB, continued, toy_loop, toy_target
 
 PROMPT = [5, 9, 33, 2]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from paceline.training.batch import DeviceRows
-from paceline.training.dspark import DSparkOptions, DSparkTrainee
+from paceline.training.data.batch import DeviceRows
+from paceline.training.data.rows import RowSampler, packed
+from paceline.training.data.store import Sequences
 from paceline.training.loop import Loop, LoopConfig
-from paceline.training.rows import RowSampler, packed
-from paceline.training.store import Sequences
-from paceline.training.target import FrozenTarget
+from paceline.training.trainees.dspark import DSparkOptions, DSparkTrainee
+from paceline.training.trainees.target import FrozenTarget
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -19,7 +19,7 @@ SMALL = DSparkOptions(layers=2, block=4, num_taps=2, rank=8, draft_vocab=64, anc
 
 
 def toy_target(folder: Path, name: str = "llama-tied") -> FrozenTarget:
-    from tests.models.tiny import save_tiny  # imports transformers, which the processes of a test need not
+    from tests.helpers.tiny import save_tiny  # imports transformers, which the processes of a test need not
 
     save_tiny(name, folder)
     return FrozenTarget(folder, CPU, torch.float32)

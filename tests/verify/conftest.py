@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.interpreter import patch_language_once
+from tests.helpers.interpreter import patch_language_once
 from tests.verify import device
 
 
@@ -12,7 +12,7 @@ def kernels_alone():
     """The package of kernels, ready to be called."""
     if (reason := device.missing()) is not None:
         pytest.skip(reason)
-    from paceline.verify import device as package
+    from paceline.verify.cuda import kernels as package
 
     if device.interpreted():
         patch_language_once()
@@ -24,7 +24,7 @@ def kernels_alone():
 def kernels(kernels_alone, monkeypatch):
     """The same, and every tensor verification meets is sent to them."""
     served = device.served(kernels_alone)
-    monkeypatch.setattr("paceline.verify.seam.kernels", lambda tensor: served)
+    monkeypatch.setattr("paceline.verify.dispatch.kernels", lambda tensor: served)
     return kernels_alone
 
 

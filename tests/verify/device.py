@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from paceline.verify.seam import moved
+from paceline.verify.dispatch import moved
 
 NAMES = ("judge", "process", "probabilities", "draw", "propose")
 

@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from paceline import rng
-from paceline.draft import Draft, Proposal
+from paceline.core import rng
+from paceline.core.draft import Draft, Proposal
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import Logprobs
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
-from paceline.verdict import Logprobs
 from paceline.verify import DrawKind, Draws
 
 ASKED = {

@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline import rng
-from paceline.draft import Proposal
+from paceline.core import rng
+from paceline.core.draft import Proposal
+from paceline.core.rng import Lane
+from paceline.core.verdict import Kind
 from paceline.engine.sampler import Sampler
-from paceline.rng import Lane
-from paceline.verdict import Kind
 from paceline.verify import Controls, DrawKind, Draws, Nodes, draw, probabilities, process, propose, route, verify
-from paceline.verify.seam import moved
+from paceline.verify.dispatch import moved
+from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted
-from tests.verify.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.steps import draws_of, gumbel_noise
 from tests.verify.test_processors import Asked, controls_of
 from tests.verify.test_sampled import SHAPES, sampled_batch
@@ -77,11 +77,11 @@ def both(given, **options):
 
 
 def _through(patch, given, options):
-    from paceline.verify import device as package
+    from paceline.verify.cuda import kernels as package
     from tests.verify.device import served
 
     kernels = served(package)
-    patch.setattr("paceline.verify.seam.kernels", lambda tensor: kernels)
+    patch.setattr("paceline.verify.dispatch.kernels", lambda tensor: kernels)
     return verify(*given, **options)
 
 
@@ -185,7 +185,7 @@ def test_the_filters_keep_what_the_host_keeps(kernels_alone, monkeypatch):
     requests, nodes = asked_in_many_ways(size), Nodes.roots(size)
     controls = controls_of(requests, vocab)
     host = process(logits, controls, nodes)
-    monkeypatch.setattr("paceline.verify.seam.kernels", lambda tensor: _served(kernels_alone))
+    monkeypatch.setattr("paceline.verify.dispatch.kernels", lambda tensor: _served(kernels_alone))
     device = process(logits, controls, nodes)
     assert torch.equal(device, host)
     assert (host == -math.inf).any(1).sum() > size // 2
@@ -235,7 +235,7 @@ def test_a_drafter_proposes_what_it_proposes_on_the_host(kernels_alone, monkeypa
         draws = Draws(key=every * 7, committed=every + 20, kind=kind, coins=coins)
         with monkeypatch.context() as patched:
             host, p = propose(logits, controls, draws, nodes)
-            patched.setattr("paceline.verify.seam.kernels", lambda tensor: _served(kernels_alone))
+            patched.setattr("paceline.verify.dispatch.kernels", lambda tensor: _served(kernels_alone))
             device, q = propose(logits, controls, draws, nodes)
         assert torch.equal(host, device)
         assert (q is None) == (p is None) is not coins
@@ -247,7 +247,7 @@ def test_a_drafter_proposes_what_it_proposes_on_the_host(kernels_alone, monkeypa
 
 
 def test_the_hashes_are_the_hosts_bit_for_bit(kernels_alone):
-    from paceline import rng_triton
+    from paceline.core import rng_triton
 
     generator = torch.Generator().manual_seed(1)
     words = [torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator) for _ in range(3)]
@@ -342,7 +342,7 @@ try:
     import triton
     import triton.language as tl
 
-    from paceline.rng_triton import gumbel
+    from paceline.core.rng_triton import gumbel
 
     @triton.jit
     def _noise(keys, out, VOCAB: tl.constexpr):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.controls import ControlsBuilder
-from paceline.draft import Draft
+from paceline.core.draft import Draft
 from paceline.engine.sampler import Sampler
-from paceline.models.staging import Staging
+from paceline.platform.staging import Staging
 from paceline.verify import Form, Nodes, logprobs, processors, verify
-from paceline.verify.graph_cache import WIDTHS, GraphCache, rounded
+from paceline.verify.cuda.graphs import WIDTHS, GraphCache, rounded
+from paceline.verify.metadata import ControlsBuilder
 from tests.verify import steps
 
 VOCAB, ROWS, SEQUENCES = 40, 24, 20

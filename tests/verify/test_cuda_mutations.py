@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from paceline.verify import Controls, Nodes, process, verify
+from tests.helpers.enumeration import chains
 from tests.verify import device
-from tests.verify.enumeration import chains
 from tests.verify.test_mutations import FOLDER, fresh
 from tests.verify.test_sampled import sampled_batch
 
@@ -59,15 +59,15 @@ MUTATIONS = {
         "divide(q, tl.where(p > 0, p, 1.0), DTYPE)",
         "block",
     ),
-    "block rule the wrong way round": ("rules", "coin <= keep.to", "coin > keep.to", "block"),
+    "block rule the wrong way round": ("block", "coin <= keep.to", "coin > keep.to", "block"),
     "acceptance without its normalisation": (
-        "rules",
+        "block",
         "divide(surplus, tl.where(total > 0, total, 1.0), DTYPE), a)",
         "surplus, a)",
         "block",
     ),
     "scales that stay one": (
-        "rules",
+        "block",
         "a = tl.minimum(a * tl.load(trees.ratio",
         "a = 1 + 0 * tl.minimum(a * tl.load(trees.ratio",
         "block",
@@ -86,7 +86,7 @@ MUTATIONS = {
         "block",
     ),
     # trees
-    "tree rule the wrong way round": ("rules", "coin <= a.to", "coin > a.to", "tree"),
+    "tree rule the wrong way round": ("block", "coin <= a.to", "coin > a.to", "tree"),
     "q is not renormalised": ("sampled", "raw * inverse(mass, DTYPE)[:, None], drafter)", "raw, drafter)", "tree"),
     "q keeps what was deleted": (
         "sampled",
@@ -96,27 +96,27 @@ MUTATIONS = {
     ),
     "p is not renormalised": ("sampled", "positive(a * p - q) * scale, p)", "positive(a * p - q), p)", "tree"),
     "siblings are judged as before": (
-        "rules",
+        "block",
         "            ratio = likelihood_ratio(after(",
         "            ratio += 0.0 * likelihood_ratio(after(",
         "tree",
     ),
-    "a parent's a stays as it was": ("rules", "tl.where(total > 0, divide", "tl.where(total < 0, divide", "tree"),
+    "a parent's a stays as it was": ("block", "tl.where(total > 0, divide", "tl.where(total < 0, divide", "tree"),
 }
 
 
 def mutant(folder, stem, old, new):
     """The package with one text of one kernel file replaced, every tensor sent to its kernels."""
-    path = FOLDER / "verify" / "device" / f"{stem}.py"
+    path = FOLDER / "verify" / "cuda" / f"{stem}.py"
     text = path.read_text()
     assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
     changed = folder / path.name
     changed.write_text(text.replace(old, new))
-    with fresh(f"paceline.verify.device.{stem}", changed, changed.read_text()):
+    with fresh(f"paceline.verify.cuda.{stem}", changed, changed.read_text()):
         package = importlib.import_module("paceline.verify")
-        kernels = device.served(importlib.import_module("paceline.verify.device"))
-        sys.modules["paceline.verify.seam"].kernels = lambda tensor: kernels
-        return SimpleNamespace(verify=package, rng=sys.modules["paceline.rng"], kernels=kernels)
+        kernels = device.served(importlib.import_module("paceline.verify.cuda.kernels"))
+        sys.modules["paceline.verify.dispatch"].kernels = lambda tensor: kernels
+        return SimpleNamespace(verify=package, rng=sys.modules["paceline.core.rng"], kernels=kernels)
 
 
 def check_filters(code):
@@ -139,7 +139,7 @@ def run_check(by, code):
 
 @pytest.mark.usefixtures("kernels_alone")
 def test_a_copy_without_a_mutation_passes(tmp_path):
-    same = mutant(tmp_path, "rules", "coin <= a.to", "coin <= a.to")
+    same = mutant(tmp_path, "block", "coin <= a.to", "coin <= a.to")
     for by in (*BATCHES, "filters"):
         run_check(by, same)
 

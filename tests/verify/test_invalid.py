@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.draft import Draft, ancestors, clamp_trees
+from paceline.core.draft import Draft, ancestors, clamp_trees
+from paceline.core.verdict import INVALID
 from paceline.engine.sampler import Sampler
-from paceline.models.native_kernels import load_library, native_draw
-from paceline.verdict import INVALID
+from paceline.models.backends.cpu.kernels import load_library, native_draw
 from paceline.verify import Controls, Draws, Nodes, draw, pick_weighted, process, verify
 from paceline.verify.host import TokenSampler
+from tests.helpers.enumeration import chains
 from tests.verify import steps
-from tests.verify.enumeration import chains
 from tests.verify.test_sampled import sampled_batch
 
 BROKEN = {"nan": math.nan, "inf": math.inf, "nothing": -math.inf}

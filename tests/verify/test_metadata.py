@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from paceline.controls import ControlsBuilder
+from paceline.core.sequence import Sequence
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.verify import Nodes, draw, process
+from paceline.verify.metadata import ControlsBuilder
 
 
 def test_every_sequence_has_its_own_parameters_whichever_rows_share_the_step():

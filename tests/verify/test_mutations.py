@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 import paceline
-from tests.verify.enumeration import PRODUCT, Fixed, Setting, Toy, chains, check
+from tests.helpers.enumeration import PRODUCT, Fixed, Setting, Toy, chains, check
 
 FOLDER = Path(paceline.__file__).parent
-FILES = {path.stem: path for path in (FOLDER / "verify").glob("*.py")} | {"rng": FOLDER / "rng.py"}
+FILES = {path.stem: path for path in (FOLDER / "verify").glob("*.py")} | {"rng": FOLDER / "core" / "rng.py"}
 TOYS = Toy(1, 3), Toy(2, 3)
 CHECKS = {
     "block": Setting(*TOYS, tuple(chains(2))),
@@ -58,10 +58,10 @@ MUTATIONS = {
         "uniform(lane, key, committed)",
         "block",
     ),
-    "acceptance coins of the last step": ("chain", "committed[whose], node)", "0 * committed[whose], node)", "block"),
-    "the same, in a tree": ("chain", "committed[whose], node)", "0 * committed[whose], node)", "tree"),
-    "one coin for every node": ("chain", "committed[whose], node)", "committed[whose], 0 * node)", "block"),
-    "a coin for two purposes": ("chain", "Lane.ACCEPT,", "Lane.RESIDUAL,", "block"),
+    "acceptance coins of the last step": ("block", "committed[whose], node)", "0 * committed[whose], node)", "block"),
+    "the same, in a tree": ("block", "committed[whose], node)", "0 * committed[whose], node)", "tree"),
+    "one coin for every node": ("block", "committed[whose], node)", "committed[whose], 0 * node)", "block"),
+    "a coin for two purposes": ("block", "Lane.ACCEPT,", "Lane.RESIDUAL,", "block"),
     "walk coins of the last step": (
         "walk",
         "committed[seq], nodes.node[coins]",
@@ -69,31 +69,31 @@ MUTATIONS = {
         "walk",
     ),
     # chains
-    "block rule the wrong way round": ("chain", "coins <= _block", "coins > _block", "block"),
+    "block rule the wrong way round": ("block", "coins <= _block", "coins > _block", "block"),
     "block rule stops at the first reject": (
-        "chain",
+        "block",
         "torch.where(passed, node + 1, 0).amax(1)",
         "passed.long().cumprod(1).sum(1)",
         "block",
     ),
-    "p for the residual": ("chain", "> 0, weights, p)", "> 0, p, p)", "block"),
+    "p for the residual": ("block", "> 0, weights, p)", "> 0, p, p)", "block"),
     "the residual of another scale": (
-        "chain",
+        "block",
         "excess(scale.gather(1, at)",
         "excess(1 + 0 * scale.gather(1, at)",
         "block",
     ),
-    "q over p": ("chain", "p / q, 0)", "q / p, 0)", "block"),
-    "scales above one": ("chain", "(scales[-1] * ratio[:, i]).clamp_max(1)", "(scales[-1] * ratio[:, i])", "block"),
-    "acceptance without its normalisation": ("chain", "surplus / total, a)", "surplus, a)", "block"),
+    "q over p": ("block", "p / q, 0)", "q / p, 0)", "block"),
+    "scales above one": ("block", "(scales[-1] * ratio[:, i]).clamp_max(1)", "(scales[-1] * ratio[:, i])", "block"),
+    "acceptance without its normalisation": ("block", "surplus / total, a)", "surplus, a)", "block"),
     "every chain is as long as the longest": (
-        "chain",
+        "block",
         "device=a.device) == length[:, None]",
         "device=a.device) == length.max()",
         "uneven",
     ),
-    "the bonus one token early": ("chain", "leaf=stop == length", "leaf=stop == length - 1", "block"),
-    "no bonus at all": ("chain", "leaf=stop == length", "leaf=stop < 0", "block"),
+    "the bonus one token early": ("block", "leaf=stop == length", "leaf=stop == length - 1", "block"),
+    "no bonus at all": ("block", "leaf=stop == length", "leaf=stop < 0", "block"),
     "the bonus from another node": (
         "__init__",
         "gather(1, stop.slot[:, None])",
@@ -129,7 +129,7 @@ MUTATIONS = {
         "tokens[owner] != drawn[:, None]",
         "lazy walk",
     ),
-    "another p": ("pick", "weights.cumsum(-1, dtype", "weights.sqrt().cumsum(-1, dtype", "walk"),
+    "another p": ("sample", "weights.cumsum(-1, dtype", "weights.sqrt().cumsum(-1, dtype", "walk"),
 }
 
 
@@ -157,7 +157,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 def ours():
     """What is imported afresh: the modules a mutation may touch, and the modules that import those."""
-    return [m for m in sys.modules if m.startswith(("paceline.rng", "paceline.verify"))]
+    return [m for m in sys.modules if m.startswith(("paceline.core.rng", "paceline.verify"))]
 
 
 @contextlib.contextmanager
@@ -173,17 +173,17 @@ def fresh(name, path, text):
         for module in ours():
             del sys.modules[module]
         sys.modules.update(kept)
-        paceline.verify, paceline.rng = PRODUCT.verify, PRODUCT.rng
+        paceline.verify, paceline.core.rng = PRODUCT.verify, PRODUCT.rng
 
 
 def mutant(stem, old, new):
     path = FILES[stem]
     text = path.read_text()
     assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
-    name = {"rng": "paceline.rng", "__init__": "paceline.verify"}.get(stem, f"paceline.verify.{stem}")
+    name = {"rng": "paceline.core.rng", "__init__": "paceline.verify"}.get(stem, f"paceline.verify.{stem}")
     with fresh(name, path, text.replace(old, new)):
         package = importlib.import_module("paceline.verify")
-        return SimpleNamespace(verify=package, rng=sys.modules["paceline.rng"])
+        return SimpleNamespace(verify=package, rng=sys.modules["paceline.core.rng"])
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -192,7 +192,7 @@ def test_the_product_passes(name):
 
 
 def test_a_copy_without_a_mutation_passes():
-    same = mutant("chain", "coins <= _block", "coins <= _block")
+    same = mutant("block", "coins <= _block", "coins <= _block")
     assert same.verify is not PRODUCT.verify
     for setting in CHECKS.values():
         check(replace(setting, code=same), steps=1)

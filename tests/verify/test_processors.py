@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
 from paceline.verify import (
     BadWords,
     Bias,

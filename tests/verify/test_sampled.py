@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft import Draft, Proposal
-from paceline.rng import Lane, coin
-from paceline.verdict import Kind
+from paceline.core.draft import Draft, Proposal
+from paceline.core.rng import Lane, coin
+from paceline.core.verdict import Kind
 from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, process, route, verify
-from paceline.verify.seam import moved
+from paceline.verify.dispatch import moved
 from paceline.verify.tree import _postorder
-from tests.verify.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
+from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
 from tests.verify.steps import draws_of
 from tests.verify.test_processors import controls_of, requests
 from tests.verify.test_walk import batch_of, flatten
@@ -213,7 +213,7 @@ def test_on_a_device_without_kernels_the_host_judges_copies(monkeypatch):
         copies.append(to)
         return moved(part, to)
 
-    monkeypatch.setattr("paceline.verify.seam.moved", copied)
+    monkeypatch.setattr("paceline.verify.dispatch.moved", copied)
     found = verify(*given, max_depth=4)
     assert copies
     for name in ("tokens", "num_accepted", "path", "kinds"):

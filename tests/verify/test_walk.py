@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft import Draft, Proposal, ancestors
-from paceline.models.native_kernels import native_draw, open_library, runnable_variants
-from paceline.rng import gumbel_from, unit_row
-from paceline.verdict import Kind
+from paceline.core.draft import Draft, Proposal, ancestors
+from paceline.core.rng import gumbel_from, unit_row
+from paceline.core.verdict import Kind
+from paceline.models.backends.cpu.kernels import native_draw, open_library, runnable_variants
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
-from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
+from paceline.verify.sample import _pick, _pick_batch, pick, pick_seeded
 from tests.verify.steps import draws_of, gumbel_noise
 
 VOCAB, EXACT = 3, 1e-12

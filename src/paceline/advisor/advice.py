@@ -26,10 +26,10 @@ from paceline.advisor.choice import (
 )
 from paceline.advisor.cost import ActivationsCost, DrafterCost, PassCost
 from paceline.advisor.reasons import Case, Reason, uncertain, why_off
-from paceline.bench.grid import AUTO, Contender
-from paceline.config import SpeculationConfig
+from paceline.bench.grid import Contender
+from paceline.config import AUTO, SpeculationConfig
 from paceline.drafters.methods import METHODS, SUFFIX
-from paceline.speculative_config import RENAMED
+from paceline.drafters.speculative_config import RENAMED
 
 FILES = ("advice.json", "paceline.json", "vllm.json")
 Found = dict[tuple[int, Contender], Figure]

@@ -15,10 +15,11 @@ from paceline.advisor.choice import OFF, Drafted, Figure, levels_between, to_che
 from paceline.advisor.halves import halves, measure_half
 from paceline.advisor.machine import Machine
 from paceline.advisor.profile import activations_cost, method_cost, model_drafter, profile
-from paceline.bench.grid import AUTO, Contender
+from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import OnProgress, Plan
-from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.config import AUTO
+from paceline.drafters.model.draft_model import DraftModelDrafter
 
 LENGTHS, QUICK_LENGTHS = (1, 2, 4, 8, 16), (2, 4, 8)  # the k that are tried; every drafter is with the middle one
 

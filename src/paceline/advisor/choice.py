@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.bench.grid import AUTO, Contender
+from paceline.bench.grid import Contender
 from paceline.bench.results import PLAIN, Cell
+from paceline.config import AUTO
 from paceline.theory import alpha_for, survival_from_counts, tokens_from_survival
 
 PAYS = 1.03  # a speed-up below that is not worth a setting

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from paceline.advisor.choice import Figure
 from paceline.bench.grid import Contender
 from paceline.bench.groups import make_groups
+from paceline.bench.intervals import MIN_PAIRS, MIN_TOKENS
 from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL
 from paceline.bench.runner import OnProgress, Plan, Subject, measure
-from paceline.bench.statistics import MIN_PAIRS, MIN_TOKENS
 from paceline.errors import InvalidParameter
 
 MOST_ROUNDS = 5

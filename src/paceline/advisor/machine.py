@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline import machine
 from paceline.advisor.choice import OFF, draft_model_of
 from paceline.bench.draft_models import MEMORY_SHARE, DraftModel, load_draft_model
 from paceline.bench.engines import Engines, room_for
-from paceline.bench.grid import AUTO, Contender
+from paceline.bench.grid import Contender
 from paceline.build import make_engine, trained_folders
-from paceline.config import ModelConfig, SpeculationConfig
+from paceline.config import AUTO, ModelConfig, SpeculationConfig
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Policy
+from paceline.engine.policy.interface import Policy
 from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
-from paceline.models.hub import Progress, resolve
 from paceline.models.kernels import INT8
-from paceline.models.runtime import LoadedModel, load_model
+from paceline.models.load.hub import Progress, resolve
+from paceline.models.load.open_model import LoadedModel, load_model
+from paceline.platform import cpu as machine
 
 
 def _fits_twice(path: Path) -> bool:

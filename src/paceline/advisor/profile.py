@@ -22,16 +22,16 @@ from paceline.bench.draft_models import DraftModel
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
 from paceline.config import SpeculationConfig
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence as TokenSequence
 from paceline.drafters import Drafter, DraftRow
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.draft_model import CATCH_UP, DraftModelDrafter
-from paceline.engine.drafting import CATCHING_UP
-from paceline.engine.policy import Choice, LearnsNothing
-from paceline.models.distance import Alone, distance
-from paceline.models.runtime import LoadedModel
+from paceline.drafters.model.draft_model import CATCH_UP, DraftModelDrafter
+from paceline.engine.drafter_set import CATCHING_UP
+from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.models.load.open_model import LoadedModel
+from paceline.models.quant.distance import Alone, distance
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence as TokenSequence
 
 SHORT = 48  # tokens of context
 MOST_DRAFTED = 256  # tokens of one step, all sequences together

@@ -21,7 +21,7 @@ from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.models.kv_cache import KVCache
-from paceline.models.memory import cache_bytes
+from paceline.platform.memory import cache_bytes
 
 
 def build_pair(

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.bench.engines import Engines, weights_facts
-from paceline.bench.grid import AUTO, Contender, contenders
+from paceline.bench.grid import Contender, contenders
 from paceline.bench.groups import check_enough
 from paceline.bench.measurement import results_of
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import OnProgress, Plan, collect
-from paceline.config import SpeculationConfig
+from paceline.config import AUTO, SpeculationConfig
 from paceline.drafters.methods import METHODS, is_packaged, method_names
-from paceline.models.hub import Progress
+from paceline.models.load.hub import Progress
 
 K = "4"  # where neither methods nor k are given
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import machine
 from paceline.build import drafter_context
 from paceline.config import ModelConfig, SpeculationConfig
-from paceline.drafters.draft_model import DraftModelDrafter, load_beside
 from paceline.drafters.methods import METHODS
+from paceline.drafters.model.draft_model import DraftModelDrafter, load_beside
 from paceline.errors import DeviceError
-from paceline.models.loader import load_config
-from paceline.models.runtime import LoadedModel
+from paceline.models.load.loader import load_config
+from paceline.models.load.open_model import LoadedModel
+from paceline.platform import cpu as machine
 from paceline.theory import kv_bytes_per_token
 
 MEMORY_SHARE = 0.8  # of what is free, for a draft model, or for the caches of all engines together

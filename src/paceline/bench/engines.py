@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from paceline import machine
 from paceline.bench.draft_models import MEMORY_SHARE, WITH_MODEL, DraftModel, load_draft_model
-from paceline.bench.grid import AUTO, Contender
+from paceline.bench.grid import Contender
 from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import machine_facts
 from paceline.build import load, make_drafters, make_engine, make_policy
-from paceline.config import MAX_K, NONE, EngineConfig, SpeculationConfig
+from paceline.config import AUTO, MAX_K, NONE, EngineConfig, SpeculationConfig
+from paceline.core.verdict import Kind
 from paceline.drafters import Drafter
 from paceline.drafters.methods import METHODS, available
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
-from paceline.models.hub import Progress, resolve
 from paceline.models.kv_cache import KVCache, KVSpec
+from paceline.models.load.hub import Progress, resolve
+from paceline.platform import cpu as machine
 from paceline.sampling_params import SamplingParams
-from paceline.verdict import Kind
 
 TURN_SLACK = 16  # tokens a chat template and a second tokenisation may add to an answer of an earlier turn
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from paceline.bench import report_words as words
+from paceline.bench.report import words
 from paceline.bench.results import ALL, Cell, Results, Speedup
 
 GOOD, MIXED, BAD, UNKNOWN = "good", "mixed", "bad", "unknown"

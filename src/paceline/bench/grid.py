@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.bench.results import PLAIN
-from paceline.config import AUTO as AUTO
-from paceline.config import MAX_K
+from paceline.config import AUTO, MAX_K
 from paceline.drafters.methods import unknown_method
 from paceline.errors import InvalidParameter
 

@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.bench.intervals import MIN_PAIRS, MIN_TOKENS
 from paceline.bench.prompts import Prompt
-from paceline.bench.statistics import MIN_PAIRS, MIN_TOKENS
 from paceline.errors import InvalidParameter
 
 

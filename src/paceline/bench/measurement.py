@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.bench.grid import Contender
+from paceline.bench.intervals import MIN_TOKENS, Pair, loops, paired, speedup, spread, too_few_tokens, why_too_short
 from paceline.bench.results import ALL, PLAIN, Cell, Results, WithoutLoops
-from paceline.bench.statistics import MIN_TOKENS, Pair, loops, paired, speedup, spread, too_few_tokens, why_too_short
 from paceline.outputs import SpeculationStats
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidParameter
-from paceline.prompt_files import numbered_lines, read_file, read_object, some_text
+from paceline.files.prompt_files import numbered_lines, read_file, read_object, some_text
 
 WORKLOADS = (
     *("chat", "code", "math", "summarise", "quote", "extraction", "sql"),

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline import machine
 from paceline.config import NONE
 from paceline.errors import InvalidParameter
+from paceline.platform import cpu as machine
 
 ALL = "all"  # the workload that is every workload together
 PLAIN = NONE  # the method that drafts nothing

@@ -17,9 +17,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline import __version__
-from paceline.cli.advise import advise
-from paceline.cli.bench import bench
-from paceline.cli.chat import chat
+from paceline.cli.advise.command import advise
+from paceline.cli.bench.command import bench
+from paceline.cli.chat.command import chat
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.export import export
@@ -29,7 +29,7 @@ from paceline.cli.output import Interrupted, print_error, print_json_error
 from paceline.cli.prove import prove
 from paceline.cli.quantize import quantize
 from paceline.cli.serve import serve
-from paceline.cli.theory import theory
+from paceline.cli.theory.command import theory
 from paceline.cli.train import train
 from paceline.errors import PacelineError
 

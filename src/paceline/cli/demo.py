@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.bench.statistics import LOOP, loops
+from paceline.bench.intervals import LOOP, loops
 from paceline.cli import flags
 from paceline.cli.flags import flag
 from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline import __version__, machine
+from paceline import __version__
 from paceline.cli.output import human_bytes, one_line, print_json
 from paceline.errors import CacheFolderError, InvalidParameter
+from paceline.platform import cpu as machine
 
 LITTLE_MEMORY = 1 << 30  # torch, the default model in fp32 and a small cache
 
@@ -79,7 +80,7 @@ def this_machine() -> dict[str, Any]:
 
 
 def cache_folder(findings: list[Finding]) -> dict[str, Any]:
-    from paceline.models import hub
+    from paceline.models.load import hub
 
     try:
         home, cached = hub.cache_home(), hub.cached_models()
@@ -122,9 +123,9 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 
 def choices(findings: list[Finding]) -> dict[str, Any]:
     """The values that `auto` stands for on this machine."""
+    from paceline.models.backends.cpu.kernels import library_status
     from paceline.models.kernels import ACTIVATIONS, kernels_for, why_slow
-    from paceline.models.native_kernels import library_status
-    from paceline.models.runtime import choose_device, choose_kv_dtype
+    from paceline.models.load.open_model import choose_device, choose_kv_dtype
 
     device = choose_device("auto")
     kernels = kernels_for(device)

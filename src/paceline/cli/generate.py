@@ -87,7 +87,7 @@ def answer_file(
         raise typer.BadParameter("leave it out beside --prompts and --out", param_hint="PROMPT")
     if prompts is None or out is None:
         raise typer.BadParameter("--prompts FILE and --out FILE belong together", param_hint="--prompts")
-    from paceline.cli.batch import answer_prompts
+    from paceline.cli.batch.run import answer_prompts
 
     return answer_prompts(prompts, out, raw=raw, n=n, options=options)
 

@@ -15,7 +15,7 @@ def pull(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Fetch a model into the cache."""
-    from paceline.models import hub
+    from paceline.models.load import hub
 
     with progress(plain=not json) as report:
         path = hub.resolve(name, progress=report)
@@ -29,7 +29,7 @@ def models(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """List the models in the cache."""
-    from paceline.models import hub
+    from paceline.models.load import hub
 
     found = hub.cached_models()
     if json:

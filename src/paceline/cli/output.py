@@ -15,9 +15,9 @@ from paceline.config import NONE
 from paceline.outputs import CompletionOutput, Logprob, RequestOutput, SpeculationStats, StreamChunk
 
 if TYPE_CHECKING:
+    from paceline.core.sequence import Sequence
     from paceline.llm import LLM
     from paceline.sampling_params import SamplingParams
-    from paceline.sequence import Sequence
 
 SHORT = 3  # tokens, the prompt's own included: the first steps of an answer measure, they do not draft
 PAYS = 1.2  # an expected gain that no margin of the policy holds back

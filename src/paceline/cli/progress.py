@@ -16,8 +16,8 @@ from paceline.cli.output import human_bytes, print_note
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from paceline.models.hub import Progress as ProgressCallback
-    from paceline.sequence import Sequence
+    from paceline.core.sequence import Sequence
+    from paceline.models.load.hub import Progress as ProgressCallback
 
 LONG_PROMPT_S = 1.0  # a prompt read sooner shows no bar
 REFRESH_S = 0.2

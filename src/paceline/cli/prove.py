@@ -97,7 +97,7 @@ def print_report(report: Report, llm: LLM) -> None:
     from rich.text import Text
 
     from paceline.cli.table import print_table
-    from paceline.prove.statistics import FALSE_ALARM, POWER
+    from paceline.prove.g_test import FALSE_ALARM, POWER
 
     rows: list[list[str | Text]] = []
     for row in report.rows:

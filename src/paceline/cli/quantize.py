@@ -28,10 +28,10 @@ def quantize(
     """
     with progress(plain=not json) as report:
         from paceline.bench.prompts import from_file, shipped
-        from paceline.models.distance import compared_tokens, distance
-        from paceline.models.hub import resolve
-        from paceline.models.quantize import quantize_folder, write_card
-        from paceline.models.runtime import load_model
+        from paceline.models.load.hub import resolve
+        from paceline.models.load.open_model import load_model
+        from paceline.models.quant.distance import compared_tokens, distance
+        from paceline.models.quant.quantize import quantize_folder, write_card
 
         talks = shipped(per_workload=4) if prompts is None else from_file(prompts)
         source = resolve(model, report)

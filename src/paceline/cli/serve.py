@@ -125,13 +125,13 @@ def serve_replicas(
 
 def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) -> ServerSettings:
     from paceline.config import EngineConfig, SpeculationConfig
-    from paceline.speculative_config import read
+    from paceline.drafters.speculative_config import read
 
     drafting = speculation_arguments(options)
     config = drafting.pop("speculative_config")
     speculation = SpeculationConfig(**drafting)
     try:
-        from paceline.server.engine_client import EngineSettings
+        from paceline.server.process.engine_process import EngineSettings
         from paceline.server.state import ServerSettings
     except ImportError as error:
         raise PacelineError(f"serving needs more packages ({error.name}); pip install 'paceline[serve]'") from error

@@ -16,7 +16,7 @@ SEVERAL = ("draft_model", "drafter", "suffix_corpus")  # that may be given more 
 
 def speculation_arguments(options: RunOptions) -> dict[str, Any]:
     """The keywords of LLM that these flags stand for."""
-    from paceline.speculative_config import read
+    from paceline.drafters.speculative_config import read
 
     given: dict[str, Any] = {
         "method": options.method,

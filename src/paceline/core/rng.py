@@ -39,7 +39,7 @@ def bits(lane: Lane, *words: Tensor) -> Tensor:
     """(R,) int64: 64 well-mixed bits of the lane and each row's words, (R,) int64 each."""
     if words[0].is_cpu:
         return torch.from_numpy(_numpy_bits(lane, [word.numpy().view(np.uint64) for word in words]).view(np.int64))
-    from paceline import rng_triton
+    from paceline.core import rng_triton
 
     return rng_triton.bits(_lane_constant(lane), words)
 
@@ -48,7 +48,7 @@ def uniform(lane: Lane, *words: Tensor) -> Tensor:
     """(R,) float64 strictly between 0 and 1, on a grid of 2**-52 shifted by half a step."""
     if words[0].is_cpu:
         return (bits(lane, *words) >> 12).bitwise_and_(2**52 - 1).double().add_(0.5).mul_(2.0**-52)
-    from paceline import rng_triton
+    from paceline.core import rng_triton
 
     return rng_triton.uniform(_lane_constant(lane), words)
 

@@ -19,7 +19,7 @@ from paceline.sampling_params import SamplingParams
 TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
 
 if TYPE_CHECKING:
-    from paceline.grammar import Matcher
+    from paceline.text.grammar import Matcher
 
 
 class Status(enum.Enum):

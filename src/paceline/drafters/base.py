@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from paceline.config import AUTO, MAX_K, ModelConfig, SpeculationConfig
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.methods import is_called
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.weights import StoredWeight
-from paceline.sequence import Sequence
-from paceline.verdict import UnreadVerdict
 
 SAMPLED = 4096  # values of a tensor that enter its digest
 LEARNED = 6  # evidence of a trained drafter: it always proposes, and most proposals are good

@@ -86,24 +86,24 @@ def _made_by(module: str, maker: str, *given: Any) -> Callable[..., Drafter]:
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method(NGRAM, _made_by("ngram", "NgramDrafter"), ("ngram_min", "ngram_max"), vllm="ngram"),
+        Method(NGRAM, _made_by("lookup.ngram", "NgramDrafter"), ("ngram_min", "ngram_max"), vllm="ngram"),
         Method(
             SUFFIX,
-            _made_by("suffix", "SuffixDrafter"),
+            _made_by("lookup.suffix", "SuffixDrafter"),
             ("suffix_corpus", "suffix_store", "suffix_bytes"),
             vllm="suffix",
             covers=(NGRAM,),
         ),
         Method(
             DRAFT_MODEL,
-            _made_by("draft_model", "DraftModelDrafter.from_context"),
+            _made_by("model.draft_model", "DraftModelDrafter.from_context"),
             ("draft_model",),
             needs=("draft_model",),
             vllm="draft_model",
         ),
         Method(
             MEDUSA,
-            _made_by("medusa", "MedusaDrafter.from_context"),
+            _made_by("heads.medusa", "MedusaDrafter.from_context"),
             (DRAFTER,),
             needs=(DRAFTER,),
             vllm="medusa",
@@ -112,7 +112,7 @@ METHODS: Mapping[str, Method] = {
         *(
             Method(
                 name,
-                _made_by("dspark", "DSparkDrafter.from_context", name),
+                _made_by("block.drafter", "DSparkDrafter.from_context", name),
                 (DRAFTER,),
                 needs=(DRAFTER,),
                 vllm=name,
@@ -123,7 +123,7 @@ METHODS: Mapping[str, Method] = {
         *(
             Method(
                 name,
-                _made_by("eagle_drafter", "EagleDrafter.from_context", name),
+                _made_by("eagle.drafter", "EagleDrafter.from_context", name),
                 (DRAFTER,),
                 needs=(DRAFTER,),
                 vllm=name,

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import ModelConfig, RopeConfig
-from paceline.drafters.checkpoint import Json, section
+from paceline.drafters.folder import Json, section
 from paceline.errors import BrokenModel, InvalidParameter
-from paceline.models.hf_config import rope_scaling
+from paceline.models.load.hf_config import rope_scaling
 
 LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; others are near 0
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_K
-from paceline.draft import Draft, packed_to, sent
+from paceline.core.draft import Draft, packed_to, sent
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import UnreadVerdict, VerdictRow
 from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
+from paceline.models.backends.cpu.kernels import native_ring_store
 from paceline.models.kv_cache import KVSpec, LayerCache
-from paceline.models.native_kernels import native_ring_store
 from paceline.models.plan import slots_of
-from paceline.sequence import Sequence
-from paceline.verdict import UnreadVerdict, VerdictRow
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 CAPACITY = MAX_K + 1  # positions of a sequence in the ring: the most that a step commits, or a lag absorbed at once

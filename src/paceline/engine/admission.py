@@ -7,13 +7,13 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 from paceline.config import AUTO, NONE, EngineConfig, ModelConfig
+from paceline.core.sequence import Sequence
 from paceline.drafters.methods import is_called
-from paceline.engine.policy import wish
-from paceline.engine.text import OutputText, TextDecoder
+from paceline.engine.policy.interface import wish
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, shown
-from paceline.grammar import Grammars
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
+from paceline.text.grammar import Grammars
+from paceline.text.stop_strings import OutputText, TextDecoder
 
 
 class EngineTokenizer(Protocol):

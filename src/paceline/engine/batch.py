@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.config import NONE
-from paceline.sequence import Sequence
-from paceline.verdict import Kind
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import Kind
 
 Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids
 Ints = np.ndarray[Any, np.dtype[np.int64]]

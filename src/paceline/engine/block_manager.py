@@ -18,8 +18,8 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from paceline.core.sequence import Sequence, block_hash
 from paceline.engine.batch import Ints, Tables
-from paceline.sequence import Sequence, block_hash
 
 ROOT = b"paceline"
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, DraftOutcome, StepResult
-from paceline.engine.drafting import DrafterSet
-from paceline.engine.flight import Flight
+from paceline.engine.drafter_set import DrafterSet
+from paceline.engine.in_flight import Flight
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.text import OutputText
-from paceline.sequence import Sequence, Status
+from paceline.text.stop_strings import OutputText
 
 UNDECODABLE = "the text of the answer could not be decoded"
 TOO_SLOW = "the grammar takes too long at each token; make it less ambiguous"

@@ -18,17 +18,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import UnreadVerdict
 from paceline.drafters import Drafter, DraftRow
 from paceline.drafters.base import DeviceDrafter, HostDrafter, Judged
-from paceline.drafters.stopwatch import Stopwatch
 from paceline.drafters.tapped import Chunk, Committed, TapRing
 from paceline.engine.batch import Batch
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.flight import Flight
+from paceline.engine.in_flight import Flight
 from paceline.models.kv_cache import KVCache, KVSpec
-from paceline.sequence import Sequence
-from paceline.verdict import UnreadVerdict
+from paceline.platform.device_timer import Stopwatch
 
 log = logging.getLogger("paceline")
 # Drafts, and the share of them whose likeliest token is accepted. The packaged drafter has 0.5 at temperature 0.7, and

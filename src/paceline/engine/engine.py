@@ -17,28 +17,28 @@ from typing import Any
 import torch
 
 from paceline.config import EngineConfig
+from paceline.core.sequence import Sequence
 from paceline.drafters import Drafter
-from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.admission import Admission, EngineTokenizer, context_length
 from paceline.engine.batch import EngineStats, StepResult
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
-from paceline.engine.drafting import DrafterSet
-from paceline.engine.flight import Flight
-from paceline.engine.policy import Policy
+from paceline.engine.drafter_set import DrafterSet
+from paceline.engine.in_flight import Flight
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.engine.policy.interface import Policy
 from paceline.engine.runner import Runner
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step_clock import StepClock
 from paceline.errors import EngineDied, InvalidParameter, QueueFull
-from paceline.garbage import NoCollection, expect_objects
-from paceline.grammar import Grammars
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
-from paceline.models.memory import cache_bytes, memory_advice, out_of_memory_advice
-from paceline.models.threads import torch_threads
+from paceline.platform.garbage import NoCollection, expect_objects
+from paceline.platform.memory import cache_bytes, memory_advice, out_of_memory_advice
+from paceline.platform.threads import torch_threads
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
+from paceline.text.grammar import Grammars
 
 log = logging.getLogger("paceline")
 OBJECTS_A_ROW = 8  # objects that a step makes for a row and the next step drops, about

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.draft import Draft, packed_to
+from paceline.core.draft import Draft, packed_to
+from paceline.core.sequence import Sequence, TokenLogprobs
+from paceline.core.verdict import Logprobs, UnreadVerdict, Verdict
 from paceline.engine.batch import Batch
 from paceline.engine.layout import Layout
 from paceline.engine.prompt_logprobs import PromptLogprobs, logprob_entries
-from paceline.models.staging import Staging
-from paceline.sequence import Sequence, TokenLogprobs
-from paceline.verdict import Logprobs, UnreadVerdict, Verdict
+from paceline.platform.staging import Staging
 
 
 class Reading:

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import UNKNOWN, Draft, Trees
+from paceline.core.draft import UNKNOWN, Draft, Trees
+from paceline.core.sequence import Sequence
 from paceline.engine.batch import Batch, Bools, Ints
 from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan, slots_of
-from paceline.sequence import Sequence
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, REACH, OWNER, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays

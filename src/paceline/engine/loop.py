@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from paceline.core.sequence import Sequence
 from paceline.engine.batch import StepResult
 from paceline.engine.engine import Engine
 from paceline.errors import EngineClosed, EngineDied, InvalidParameter, PacelineError, QueueFull, RequestFailed
-from paceline.grammar import FIELD as GRAMMAR
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
+from paceline.text.grammar import FIELD as GRAMMAR
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.draft import packed_to
+from paceline.core.draft import packed_to
+from paceline.core.sequence import TokenLogprobs
+from paceline.core.verdict import Logprobs
 from paceline.engine.layout import Layout, PromptRows
-from paceline.sequence import TokenLogprobs
-from paceline.verdict import Logprobs
 from paceline.verify import logprobs_at
 
 

@@ -11,18 +11,18 @@ import time
 import torch
 
 from paceline.config import MAX_K
-from paceline.draft import Draft, packed_to, sent
+from paceline.core.draft import Draft, packed_to, sent
 from paceline.engine.batch import Batch
-from paceline.engine.drafting import DrafterSet
-from paceline.engine.flight import Flight, Reading
+from paceline.engine.drafter_set import DrafterSet
+from paceline.engine.in_flight import Flight, Reading
 from paceline.engine.layout import filled_in, lay_out
-from paceline.engine.policy import DEEPEST
+from paceline.engine.policy.interface import DEEPEST
 from paceline.engine.prompt_logprobs import look_at_prompts, moved_to_front, rows_with_logits
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
-from paceline.models.staging import Staging
 from paceline.models.warmup import verifying
+from paceline.platform.staging import Staging
 
 Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
 UNREAD = 4  # verdicts under way or still looked at, at most

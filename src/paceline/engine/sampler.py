@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.controls import BAD_WORDS, PENALISED, SENT, ControlsBuilder, Ints, StepParams
-from paceline.cuda_graph import CompileCounter
-from paceline.draft import Draft, packed_to
+from paceline.core.draft import Draft, packed_to
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import Verdict
 from paceline.models import kernels
-from paceline.models.staging import Staging
-from paceline.sequence import Sequence
-from paceline.verdict import Verdict
+from paceline.platform.cuda_graph import CompileCounter
+from paceline.platform.staging import Staging
 from paceline.verify import Nodes, edit, verify, with_logprobs
-from paceline.verify.graph_cache import GraphCache, StepKey
+from paceline.verify.cuda.graphs import GraphCache, StepKey
 from paceline.verify.host import walk_on_host
+from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, ControlsBuilder, Ints, StepParams
 
 PATHS = PENALISED | BAD_WORDS
 
@@ -92,7 +92,7 @@ class Sampler:
         take, with up to `q_rows` rows of q. `logits`: the whole buffer that passes leave theirs in."""
         self._graphs.prepare(logits, sequences, rows, q_rows)
         if logits.is_cuda:
-            from paceline.models.triton.parallel_compile import parallel_compile
+            from paceline.platform.parallel_compile import parallel_compile
 
             with parallel_compile():
                 for key in self._graphs.kinds():

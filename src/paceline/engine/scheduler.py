@@ -21,10 +21,10 @@ from typing import Protocol
 import numpy as np
 
 from paceline.config import MAX_K, NONE, EngineConfig
+from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.policy import Choice, Policy
-from paceline.sequence import Sequence, Status
+from paceline.engine.policy.interface import Choice, Policy
 
 NO_DRAFT = Choice()
 SPARE = 2  # blocks a running sequence: with so many free, no step has to preempt

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, StepResult, StepTiming
-from paceline.engine.flight import Flight
-from paceline.sequence import Sequence, Status
+from paceline.engine.in_flight import Flight
 
 AWAY_SHARE = 0.1  # of a step's time between two calls of `step`: above it the device's time is unknown
 

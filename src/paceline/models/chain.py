@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.core.verdict import UnreadVerdict
 from paceline.models.kv_cache import LayerCache
-from paceline.verdict import UnreadVerdict
 
 log = logging.getLogger("paceline")
 READ = 2  # tokens of a row that may have to be read before it is continued: the last drafted token has no K/V

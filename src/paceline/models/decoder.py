@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack
+from paceline.models.backends.cpu.stack import NativePass
 from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
-from paceline.models.native_kernels import NativeKernels, NativeStack
-from paceline.models.native_pass import NativePass
 from paceline.models.pass_chain import PassChain
-from paceline.models.plan import ModelOutput as ModelOutput
-from paceline.models.plan import PassPlan
+from paceline.models.plan import ModelOutput, PassPlan
 from paceline.models.rope import rope_tables
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind

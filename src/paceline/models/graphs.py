@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cuda_graph import CudaGraph, GraphRecorder
 from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
-from paceline.models.staging import Staging
 from paceline.models.warmup import PassShape, warmup_pass
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.staging import Staging
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
@@ -45,7 +45,7 @@ class Placed:
         self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int, table_ints: int
     ) -> None:
         """`table_ints`: of the block tables of the pass it is made for, which later ones rarely exceed."""
-        from paceline.models.triton.division import HEADER, Division, Work
+        from paceline.models.backends.cuda.attention.division import HEADER, Division, Work
 
         self.bucket = bucket
         self.graph: CudaGraph | None = None
@@ -124,7 +124,7 @@ class Placed:
         if on_device:
             self.inputs[: len(tokens)].copy_(tokens)
         if plan.trees is not None:
-            from paceline.models.triton.place import place_trees
+            from paceline.models.backends.cuda.place import place_trees
 
             place_trees(self.plan, self.tokens, self.tree_numbers, plan.trees)
 
@@ -218,7 +218,7 @@ class PassGraphs:
                 {placed.kernels: placed for placed in passes if placed.kernels not in self._compiled}.values()
             )
             if (with_paths := next((placed for placed in passes if placed.bucket.path), None)) is not None:
-                from paceline.models.triton.place import compile_place
+                from paceline.models.backends.cuda.place import compile_place
 
                 compile_place(with_paths.plan, with_paths.tokens, with_paths.tree_numbers)
         with self.starting():
@@ -232,7 +232,7 @@ class PassGraphs:
         log.info("prepared %d shapes of passes in %.1f s, %.0f MB", len(self._passes), took, grown)
 
     def _compile(self, passes: Iterable[Placed]) -> None:
-        from paceline.models.triton.parallel_compile import parallel_compile
+        from paceline.platform.parallel_compile import parallel_compile
 
         with parallel_compile():
             for placed in passes:
@@ -245,7 +245,7 @@ class PassGraphs:
         key = sequence.tobytes(), plan.path.shape[1], wanted, taps, from_hidden
         known = self._known.get(key)
         if known is None:
-            from paceline.models.triton.division import tiles_of
+            from paceline.models.backends.cuda.attention.division import tiles_of
 
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)

@@ -20,7 +20,7 @@ from paceline.models.chain import GreedyChain
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight
-from paceline.triton_support import require_triton, triton_problem
+from paceline.platform.triton import require_triton, triton_problem
 
 KERNELS = ("auto", "native", "triton", "torch")
 NUMERICS = ("exact", "fast")
@@ -186,7 +186,7 @@ def kernels_for(
 def _kernels_for(device: torch.device, threads: int | None, numerics: str, activations: str) -> Kernels:
     if numerics not in NUMERICS:
         raise InvalidParameter("numerics", f"{numerics!r} is not one of {', '.join(NUMERICS)}")
-    from paceline.models.torch_kernels import TorchKernels
+    from paceline.models.backends.torch import TorchKernels
 
     choice = os.environ.get("PACELINE_KERNELS", "") or "auto"
     if choice not in KERNELS:
@@ -221,14 +221,14 @@ def why_slow(kernels: Kernels, device: torch.device) -> SlowKernels | None:
     if os.environ.get("PACELINE_KERNELS", "") == "torch":
         return SlowKernels("PACELINE_KERNELS=torch asks for them", "unset it")
     if device.type == "cpu":
-        from paceline.models.native_kernels import library_status
+        from paceline.models.backends.cpu.kernels import library_status
 
         return SlowKernels(library_status(), GET_NATIVE)
     return SlowKernels(*(triton_problem() or (f"there are no others for {device.type}", "use cpu or cuda")))
 
 
 def _for_cpu(choice: str, threads: int | None, activations: str) -> Kernels | None:
-    from paceline.models.native_kernels import NativeKernels, library_status, load_library
+    from paceline.models.backends.cpu.kernels import NativeKernels, library_status, load_library
 
     if (library := load_library()) is not None:
         return NativeKernels(library, threads, activations)
@@ -242,7 +242,7 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
         return None
     try:
         require_triton()
-        from paceline.models.triton_kernels import FastKernels, TritonKernels
+        from paceline.models.backends.cuda.kernels import FastKernels, TritonKernels
     except ImportError as problem:
         if choice == "triton":
             raise DeviceError(f"PACELINE_KERNELS=triton: {problem}; pip install triton") from None
@@ -254,6 +254,6 @@ def draw_of(device: torch.device) -> Callable[[Tensor], Callable[..., int | None
     """The native function that draws one token from a row of logits, for `verify.host`; None where there is none."""
     if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
         return None
-    from paceline.models.native_kernels import load_library, native_draw
+    from paceline.models.backends.cpu.kernels import load_library, native_draw
 
     return native_draw(load_library())

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.triton_support import require_triton
+from paceline.platform.triton import require_triton
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -83,7 +83,7 @@ def _moves(nodes: Ints, path: Ints) -> tuple[Tensor, Tensor]:
 def _kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
     try:
         require_triton()
-        from paceline.models.triton.compact import compact
+        from paceline.models.backends.cuda.compact import compact
     except ImportError:  # no Triton that works here
         return None
     return compact

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.draft import sent
+from paceline.core.draft import sent
+from paceline.core.verdict import UnreadVerdict
 from paceline.models.chain import READ, ChainRow, Pick
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan, padded_tables, slots_of
-from paceline.verdict import UnreadVerdict
 
 MOST_ROWS = 512
 
@@ -38,7 +38,7 @@ class PassChain:
         return self._draft(rows, after, pick)
 
     def _draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None, pick: Pick | None) -> Tensor:
-        from paceline.models.triton.advance_rows import advance_rows, begin_rows, known_of
+        from paceline.models.backends.cuda.advance_rows import advance_rows, begin_rows, known_of
 
         count, most = max(row.count for row in rows), 0 if after is None else after.most
         ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidParameter
-from paceline.models.gguf_blocks import LAYOUTS
+from paceline.models.quant.gguf_blocks import LAYOUTS
 
 
 class WeightKind(enum.IntEnum):

@@ -1,4 +1,4 @@
-// Trees from the logits of a block drafter, as `paceline.drafters.block_tree` defines them: of each position the likeliest
+// Trees from the logits of a block drafter, as `paceline.drafters.block.tree` defines them: of each position the likeliest
 // tokens are candidates, a Markov head adds W1[token before] . W2[candidate], and the likeliest paths become the tree.
 
 #pragma once

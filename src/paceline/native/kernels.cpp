@@ -1,4 +1,4 @@
-// The CPU kernels behind `paceline.models.native_kernels`, as plain C functions: row-major, contiguous, fp32 unless named
+// The CPU kernels behind `paceline.models.backends.cpu.kernels`, as plain C functions: row-major, contiguous, fp32 unless named
 // otherwise; `threads` is an upper bound.
 //
 // Invariant: a row's result has the same bits whatever rows share the call, however many threads run it, and wherever its

@@ -1,7 +1,7 @@
 // The two calls of lookup drafters for all rows of a step: index new tokens and find, then draft.
 //
 // A call's input is one array, so that Python builds it in few operations. Drafts are `counts` of nodes and behind them
-// (rows, width) tokens, parents and depths, as in `paceline.draft.Draft`, packed to the width used. The return value is that
+// (rows, width) tokens, parents and depths, as in `paceline.core.draft.Draft`, packed to the width used. The return value is that
 // width; or, where every row is a chain of the full width, -1 - width.
 
 #pragma once

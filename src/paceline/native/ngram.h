@@ -1,4 +1,4 @@
-// Prompt lookup for many texts in one call, as defined by `paceline.drafters.ngram`: the most recent occurrence of the
+// Prompt lookup for many texts in one call, as defined by `paceline.drafters.lookup.ngram`: the most recent occurrence of the
 // longest n-gram that ends the text.
 //
 // For each n a hash table with open addressing: a slot holds the position of an n-gram's latest continuation, and the n-gram

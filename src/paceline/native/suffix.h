@@ -1,4 +1,4 @@
-// Suffix decoding for many texts in one call: the same index, places, evidence and trees as `paceline.drafters.suffix_index`
+// Suffix decoding for many texts in one call: the same index, places, evidence and trees as `paceline.drafters.lookup.index`
 // and `suffix_tree`, which document them, in the same order of operations, so that all numbers have the same bits.
 //
 // All memory is the caller's.

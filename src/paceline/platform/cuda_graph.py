@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from paceline.garbage import no_collection
+from paceline.platform.garbage import no_collection
 
 
 class CompileCounter:

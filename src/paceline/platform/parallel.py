@@ -12,7 +12,7 @@ def compile_together(device: torch.device, works: Iterable[Callable[[], object]]
     to compile."""
     if device.type != "cuda":
         return
-    from paceline.models.triton.parallel_compile import parallel_compile
+    from paceline.platform.parallel_compile import parallel_compile
 
     with parallel_compile():
         for work in works:

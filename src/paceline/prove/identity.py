@@ -8,13 +8,14 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+from paceline.config import AUTO
+from paceline.core.sequence import Sequence
 from paceline.drafters import NONE
-from paceline.engine.policy import AUTO, Choice, LearnsNothing, wish
+from paceline.engine.policy.interface import Choice, LearnsNothing, wish
 from paceline.outputs import CompletionOutput
 from paceline.prove.report import Row
 from paceline.prove.subject import LENGTHS, Subject, on_engine, patched
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 
 BATCH = 4
 K = 4  # where boundaries are swept

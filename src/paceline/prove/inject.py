@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.rng import Lane, coin
+from paceline.core.verdict import Kind, Verdict
 from paceline.engine import sampler
 from paceline.engine.engine import Engine
-from paceline.engine.flight import Flight
+from paceline.engine.in_flight import Flight
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify
 from paceline.prove.subject import on_engine, patched, slots_held
-from paceline.rng import Lane, coin
-from paceline.verdict import Kind, Verdict
 from paceline.verify import Controls, DrawKind, Draws, Nodes, probabilities, process, verify
 from paceline.verify.outcome import has_children
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
 from paceline.prove.report import Report, Row

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Proposal
-from paceline.prove.statistics import GTest, g_test
+from paceline.core.draft import Draft, Proposal
+from paceline.core.verdict import Verdict
+from paceline.prove.g_test import GTest, g_test
 from paceline.prove.tap import Seen, Step
 from paceline.sampling_params import SamplingParams
-from paceline.verdict import Verdict
 from paceline.verify import Controls, Draws, Nodes, probabilities, process
 
 Verify = Callable[..., Verdict]

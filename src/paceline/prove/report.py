@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.prove.statistics import FALSE_ALARM, POWER, GTest
+from paceline.prove.g_test import FALSE_ALARM, POWER, GTest
 from paceline.prove.tap import Seen
 
 PASS, FAIL, NOT_EXERCISED = "pass", "fail", "not exercised"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.core.sequence import Sequence
 from paceline.drafters import NONE
 from paceline.engine.engine import Engine
 from paceline.prove.report import Row
 from paceline.prove.subject import LENGTHS, Subject, on_engine, slots_held
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 
 # Of the largest value, where kernels are not exact, by the bytes of a number; a step of e4m3 is an eighth of it.
 TOLERANCE = {4: 1e-3, 2: 5e-2, 1: 0.2}

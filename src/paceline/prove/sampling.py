@@ -8,9 +8,9 @@ from collections import Counter
 import torch
 
 from paceline.drafters import NONE
+from paceline.prove.g_test import g_test
 from paceline.prove.replay import Fixed, Stream, exact_p, perturbed, toy
 from paceline.prove.report import Row
-from paceline.prove.statistics import g_test
 from paceline.prove.subject import Subject
 from paceline.prove.tap import Step
 from paceline.sampling_params import SamplingParams

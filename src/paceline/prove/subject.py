@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import AUTO
+from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, NONE
 from paceline.drafters.methods import is_called, unknown_method
 from paceline.engine.engine import Engine
@@ -27,7 +28,6 @@ from paceline.prove.replay import Verify
 from paceline.prove.report import Row
 from paceline.prove.tap import Tap
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 
 LENGTHS = (4, 8, 2, 1, 3)  # k, in turn
 NEAR_TIE = 1e-3  # nats between the two likeliest tokens, under which kernels that are not exact may disagree

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import Kind, Verdict
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
-from paceline.verdict import Kind, Verdict
 
 MOST_STEPS = 48  # kept of one generation: a step's logits take megabytes
 

@@ -27,14 +27,9 @@ from paceline.errors import (
     PacelineError,
     RequestFailed,
 )
-from paceline.server import chat, completions, responses
-from paceline.server.answers import Generation
-from paceline.server.capture import Capture
-from paceline.server.engine_client import EngineClient
-from paceline.server.errors import Forbidden, body_of, from_http, from_validation
-from paceline.server.gate import Gate, error_response
-from paceline.server.metrics import Metrics
-from paceline.server.protocol import (
+from paceline.server.api import chat, completions, responses
+from paceline.server.api.generation import Generation
+from paceline.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -42,8 +37,13 @@ from paceline.server.protocol import (
     TokenizeRequest,
     plain_message,
 )
+from paceline.server.capture import Capture
+from paceline.server.errors import Forbidden, body_of, from_http, from_validation
+from paceline.server.gate import Gate, error_response
+from paceline.server.metrics import Metrics
+from paceline.server.process.client import EngineClient
 from paceline.server.state import ServerSettings, State
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")

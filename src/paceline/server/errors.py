@@ -8,9 +8,17 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from paceline.errors import EngineClosed, EngineDied, InvalidParameter, ModelNotFound, PacelineError, QueueFull, shown
-from paceline.errors import RequestFailed as RequestFailed
-from paceline.server.answers import TimeLimit
+from paceline.errors import (
+    EngineClosed,
+    EngineDied,
+    InvalidParameter,
+    ModelNotFound,
+    PacelineError,
+    QueueFull,
+    RequestFailed,
+    shown,
+)
+from paceline.server.api.generation import TimeLimit
 
 RETRY_AFTER_S = 1
 MAX_NAME = 80  # characters of a field's name in an error

@@ -17,8 +17,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline.outputs import SpeculationStats
-from paceline.server import messages as m
 from paceline.server.drift import DriftMonitor
+from paceline.server.process import messages as m
 
 MAX_TAGS = 32  # values of a client's tag that are told apart; later ones count as "other"
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30, 60)

@@ -25,14 +25,14 @@ from ray import serve
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from paceline import machine
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, InvalidParameter, PacelineError, QueueFull
+from paceline.platform import cpu as machine
 from paceline.server.app import create_app
-from paceline.server.engine_process import EngineSettings
 from paceline.server.errors import BodyTooLarge, body_of
 from paceline.server.gate import error_response
 from paceline.server.prefix import in_order, prefix_of
+from paceline.server.process.engine_process import EngineSettings
 from paceline.server.state import ServerSettings, State
 
 NAME = "paceline"  # of the application in Ray

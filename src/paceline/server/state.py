@@ -13,13 +13,14 @@ from typing import Any
 
 from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, shown
 from paceline.sampling_params import SamplingParams
-from paceline.server.answers import Generation
+from paceline.server.api.generation import Generation
+from paceline.server.api.protocol import Sampling
+from paceline.server.api.tool_calls import Style, style_of
 from paceline.server.capture import Capture
-from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
 from paceline.server.metrics import Metrics
-from paceline.server.protocol import Sampling
-from paceline.server.tools import Style, style_of
-from paceline.tokenizer import Tokenizer
+from paceline.server.process.client import EngineClient, new_request_id
+from paceline.server.process.engine_process import EngineSettings
+from paceline.text.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str], None]  # writes one answer
 LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait

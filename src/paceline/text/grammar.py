@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.errors import InvalidParameter, PacelineError
-from paceline.machine import usable_cores
-from paceline.structured_outputs import ONE_LINE, WHITESPACE
+from paceline.platform.cpu import usable_cores
+from paceline.text.structured_outputs import ONE_LINE, WHITESPACE
 
 FIELD = "structured_outputs"
 CACHE_BYTES = 32 << 20  # of compiled grammars: mostly 1 MiB each, which take milliseconds; large ones ten times that

@@ -14,12 +14,12 @@ from typing import Any, Literal, overload
 
 from tokenizers import Tokenizer as Backend
 
-from paceline.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
-from paceline.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
 from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, shown
-from paceline.gguf_file import GGUFFile
-from paceline.gguf_vocab import tokenizer_files
-from paceline.tokenizer_config import chat_templates, declared_tokens, named_tokens
+from paceline.files.gguf import GGUFFile
+from paceline.text.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
+from paceline.text.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
+from paceline.text.gguf_vocab import tokenizer_files
+from paceline.text.tokenizer_config import chat_templates, declared_tokens, named_tokens
 
 __all__ = ["IncrementalDecoder", "Tokenizer"]
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters.block_tree import BEAM, CANDIDATES, Nodes, grow, lattice
-from paceline.drafters.dspark_config import W2
-from paceline.training.dspark import DSparkTrainee, block_layer, context_kv, layer_parameters, markov_features
-from paceline.training.filters import repeats
-from paceline.training.target import additive, rms_norm
+from paceline.drafters.block.config import W2
+from paceline.drafters.block.tree import BEAM, CANDIDATES, Nodes, grow, lattice
+from paceline.training.data.filters import repeats
+from paceline.training.trainees.dspark import DSparkTrainee, block_layer, context_kv, layer_parameters, markov_features
+from paceline.training.trainees.target import additive, rms_norm
 
 
 @dataclass(frozen=True)

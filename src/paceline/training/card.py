@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
-from paceline.training.store import disk_error, write_whole
+from paceline.training.data.store import disk_error, write_whole
 
 
 def write_card(

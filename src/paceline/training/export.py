@@ -16,22 +16,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters import dspark_checkpoint, eagle_checkpoint, medusa_checkpoint
-from paceline.drafters.checkpoint import (
-    CONFIG,
-    draft_ids,
-    in_draft_vocabulary,
-    read_config,
-    write_folder,
-    write_json,
-)
-from paceline.drafters.dspark_config import W1, described
+from paceline.drafters.block import checkpoint as dspark_checkpoint
+from paceline.drafters.block.config import W1, described
+from paceline.drafters.eagle import checkpoint as eagle_checkpoint
+from paceline.drafters.folder import CONFIG, draft_ids, in_draft_vocabulary, read_config, write_folder, write_json
+from paceline.drafters.heads import checkpoint as medusa_checkpoint
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA, METHODS
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
-from paceline.models.hub import resolve
-from paceline.models.loader import load_config, load_weights
+from paceline.models.load.hub import resolve
+from paceline.models.load.loader import load_config, load_weights
 from paceline.training.names import FORMATS, SPECULATORS
-from paceline.training.out import occupied
+from paceline.training.output_folder import occupied
 
 
 class Target(NamedTuple):

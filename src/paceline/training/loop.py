@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import InvalidParameter, PacelineError
-from paceline.training.batch import DeviceRows
-from paceline.training.out import STATE
-from paceline.training.rows import RowSampler
+from paceline.training.data.batch import DeviceRows
+from paceline.training.data.rows import RowSampler
+from paceline.training.data.store import disk_error
+from paceline.training.output_folder import STATE
 from paceline.training.state import check_settings, damaged, read_state
-from paceline.training.store import disk_error
-from paceline.training.target import FrozenTarget
 from paceline.training.trainee import StepLoss, Trainee
+from paceline.training.trainees.target import FrozenTarget
 
 SEEDS = 1 << 32  # a draw is keyed by 64 bits, half of them the step
 CLOCK_STEPS = 8  # steps between two looks at the clock

@@ -16,8 +16,8 @@ from paceline.training.export import method_of
 from paceline.training.loop import Measure
 from paceline.training.names import DRAFT
 from paceline.training.options import options_of
-from paceline.training.target import FrozenTarget
 from paceline.training.trainee import Trainee
+from paceline.training.trainees.target import FrozenTarget
 
 Answers = SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]]
 
@@ -53,8 +53,8 @@ def trainee_of(method: str, plan: Plan) -> Made:
 
 
 def _dspark(plan: Plan, **fixed: int) -> Made:
-    from paceline.training.dspark import DSparkOptions, DSparkTrainee
-    from paceline.training.walk import by_depth, tau, walk
+    from paceline.training.acceptance import by_depth, tau, walk
+    from paceline.training.trainees.dspark import DSparkOptions, DSparkTrainee
 
     options = options_of(DSparkOptions, plan.sizes, fixed)
     if plan.init_from is not None:
@@ -80,7 +80,7 @@ def _dspark(plan: Plan, **fixed: int) -> Made:
 
 
 def _eagle(plan: Plan, *, fused: bool) -> Made:
-    from paceline.training.eagle import EagleOptions, EagleTrainee
+    from paceline.training.trainees.eagle import EagleOptions, EagleTrainee
 
     plain = {} if fused else {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0}
     whole = {} if fused else {"draft_vocab": plan.target.config.vocab_size}
@@ -99,7 +99,7 @@ def _eagle(plan: Plan, *, fused: bool) -> Made:
 
 
 def _medusa(plan: Plan) -> Made:
-    from paceline.training.medusa import MedusaOptions, MedusaTrainee
+    from paceline.training.trainees.medusa import MedusaOptions, MedusaTrainee
 
     options = options_of(MedusaOptions, plan.sizes)
     trainee = MedusaTrainee(plan.target, options, name=plan.name, compiled=plan.compiled, init_from=plan.init_from)
@@ -107,7 +107,7 @@ def _medusa(plan: Plan) -> Made:
 
 
 def _draft(plan: Plan) -> Made:
-    from paceline.training.draft import DraftOptions, DraftTrainee
+    from paceline.training.trainees.draft_model import DraftOptions, DraftTrainee
 
     options = options_of(DraftOptions, plan.sizes)
     trainee = DraftTrainee(plan.target, options, compiled=plan.compiled, init_from=plan.init_from)

@@ -24,23 +24,23 @@ import torch.distributed as dist
 
 from paceline.drafters.methods import METHODS
 from paceline.errors import InvalidParameter, PacelineError
-from paceline.models.hub import resolve
-from paceline.models.loader import load_config
-from paceline.models.runtime import choose_device
-from paceline.tokenizer import Tokenizer
-from paceline.training.batch import DeviceRows
+from paceline.models.load.hub import resolve
+from paceline.models.load.loader import load_config
+from paceline.models.load.open_model import choose_device
+from paceline.text.tokenizer import Tokenizer
 from paceline.training.card import write_card, write_curve
-from paceline.training.data import Maker, chat_frame, draft_vocabulary, open_generator, read_file
+from paceline.training.data.batch import DeviceRows
+from paceline.training.data.generate import Maker, chat_frame, draft_vocabulary, open_generator, read_file
+from paceline.training.data.rows import RowSampler, held_out, packed
+from paceline.training.data.sources import fingerprint, sources_of
+from paceline.training.data.store import Sequences, Source, TokenStore, disk_error, write_whole
 from paceline.training.engine_tau import engine_tau
 from paceline.training.loop import Loop, LoopConfig, Processes, Report
 from paceline.training.names import drafting_method
-from paceline.training.out import STATE, TOKENS, TRAINING, check_out
-from paceline.training.rows import RowSampler, held_out, packed
-from paceline.training.sources import fingerprint, sources_of
+from paceline.training.output_folder import STATE, TOKENS, TRAINING, check_out
+from paceline.training.registry import Made, Plan, trainee_of
 from paceline.training.state import check_settings, damaged, read_state
-from paceline.training.store import Sequences, Source, TokenStore, disk_error, write_whole
-from paceline.training.target import FrozenTarget
-from paceline.training.trainees import Made, Plan, trainee_of
+from paceline.training.trainees.target import FrozenTarget
 
 HELD_OUT = 0.01  # of all prompts, never trained on
 MEASURED = 32  # held-out answers whose τ is measured while training

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from paceline.training.batch import Batch
+from paceline.training.data.batch import Batch
 
 
 class StepLoss(NamedTuple):

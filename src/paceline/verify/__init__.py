@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
-from paceline.rng import Lane, coin
-from paceline.verdict import Verdict
-from paceline.verify.chain import chain
+from paceline.core.draft import Draft
+from paceline.core.rng import Lane, coin
+from paceline.core.verdict import Verdict
+from paceline.verify.block import chain
+from paceline.verify.dispatch import with_kernels
 from paceline.verify.outcome import Stop, climb, has_children, outcome, take
-from paceline.verify.pick import pick, pick_weighted
 from paceline.verify.processors import (
     BadWords,
     Bias,
@@ -34,7 +34,7 @@ from paceline.verify.processors import (
     process,
 )
 from paceline.verify.routes import Routes, route
-from paceline.verify.seam import with_kernels
+from paceline.verify.sample import pick, pick_weighted
 from paceline.verify.tree import tree
 from paceline.verify.walk import CoinSource, DrawKind, Draws, draw, propose, walk
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
-from paceline.rng import Lane, coin
+from paceline.core.draft import Draft
+from paceline.core.rng import Lane, coin
 from paceline.verify.outcome import Stop
 from paceline.verify.walk import CoinSource
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, device
 
-from paceline.triton_support import require_triton
+from paceline.platform.triton import require_triton
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,7 @@ def moved(part: Any, to: device | str) -> Any:
 def _device() -> ModuleType | None:
     try:
         require_triton()
-        from paceline.verify import device
+        from paceline.verify.cuda import kernels as device
     except ImportError:  # no Triton that works here
         return None
     return device

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
-from paceline.rng import Lane, bits_of, coin_of
-from paceline.verdict import INVALID, Kind, Verdict, VerdictRow
-from paceline.verify.pick import pick, pick_seeded_row
+from paceline.core.draft import Draft
+from paceline.core.rng import Lane, bits_of, coin_of
+from paceline.core.verdict import INVALID, Kind, Verdict, VerdictRow
 from paceline.verify.processors import threshold
+from paceline.verify.sample import pick, pick_seeded_row
 
 Row = np.ndarray[Any, Any]  # (V,) logits
 # The token of a row: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.

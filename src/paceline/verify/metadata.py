@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, sent
-from paceline.grammar import masks_of
+from paceline.core.draft import Draft, sent
+from paceline.core.sequence import Sequence
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
+from paceline.text.grammar import masks_of
 from paceline.verify import BadWords, Bias, Controls, DrawKind, Draws, Form, GrammarMasks, MinTokens, Penalties
 from paceline.verify.host import TokenSampler
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
-from paceline.verdict import Kind, Verdict
+from paceline.core.draft import Draft
+from paceline.core.verdict import Kind, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

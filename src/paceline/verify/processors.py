@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, ancestors
-from paceline.verdict import INVALID, Logprobs
-from paceline.verify.seam import with_kernels
+from paceline.core.draft import Draft, ancestors
+from paceline.core.verdict import INVALID, Logprobs
+from paceline.verify.dispatch import with_kernels
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
 ROWS_AT_A_TIME = 64  # whose logprobs are computed together: each takes several rows of the vocabulary

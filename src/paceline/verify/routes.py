@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
 from paceline.verify.walk import DrawKind, Draws
 
 

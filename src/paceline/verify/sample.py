@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.rng import Lane, bits, gumbel_from, unit_row
-from paceline.verdict import INVALID
+from paceline.core.rng import Lane, bits, gumbel_from, unit_row
+from paceline.core.verdict import INVALID
 from paceline.verify.processors import probabilities
 
 BLOCK = 256

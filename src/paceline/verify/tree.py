@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, ancestors
-from paceline.rng import coin
-from paceline.verify.chain import likelihood_ratio, node_coins
+from paceline.core.draft import Draft, ancestors
+from paceline.core.rng import coin
+from paceline.verify.block import likelihood_ratio, node_coins
 from paceline.verify.outcome import Stop, has_children
 from paceline.verify.walk import CoinSource
 

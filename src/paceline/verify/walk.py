@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
-from paceline.rng import Lane, coin
-from paceline.verdict import Verdict
+from paceline.core.draft import Draft
+from paceline.core.rng import Lane, coin
+from paceline.core.verdict import Verdict
+from paceline.verify.dispatch import with_kernels
 from paceline.verify.outcome import outcome, take
-from paceline.verify.pick import pick, pick_seeded, pick_weighted
 from paceline.verify.processors import Controls, Nodes, argmax, probabilities, process
-from paceline.verify.seam import with_kernels
+from paceline.verify.sample import pick, pick_seeded, pick_weighted
 
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
 

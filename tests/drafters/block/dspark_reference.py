@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from paceline.config import ModelConfig
-from paceline.drafters.dspark import DSparkDrafter
-from paceline.drafters.dspark_config import MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
+from paceline.drafters.block.config import MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
+from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.speculators import TargetShape
 
 

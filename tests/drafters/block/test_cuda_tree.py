@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from paceline.draft import Draft
-from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
-from paceline.drafters.device_tree import PART, _grow, device_trees, serves
-from paceline.verdict import INVALID
-from tests.interpreter import require_interpreter
+from paceline.core.draft import Draft
+from paceline.core.verdict import INVALID
+from paceline.drafters.block.cuda_tree import PART, _grow, device_trees, serves
+from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
+from tests.helpers.interpreter import require_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REAL = pytest.param(4, 7, 16384, 128, 60, BEAM, CANDIDATES, PART, marks=pytest.mark.cuda, id="real sizes")

@@ -14,20 +14,20 @@ from safetensors.torch import load_file, save_file
 from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters import packaged
-from paceline.drafters.block_tree import DEEPER, grow, lattice
-from paceline.drafters.dspark import head_rows
-from paceline.drafters.dspark_checkpoint import read, write
+from paceline.drafters.block.checkpoint import read, write
+from paceline.drafters.block.drafter import head_rows
+from paceline.drafters.block.tree import DEEPER, grow, lattice
 from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
 from paceline.drafters.speculators import TargetShape
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.errors import BrokenModel, InvalidParameter
+from paceline.models.backends.cpu.kernels import load_library
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
-from paceline.models.native_kernels import load_library
 from paceline.models.plan import slots_of
-from paceline.models.torch_kernels import TorchKernels
-from tests.drafters.contract_toys import ByRequest, Choosing, answers, params, run
-from tests.drafters.dspark_reference import (
+from tests.cuda.test_cuda import CONFIG, PROMPTS
+from tests.drafters.block.dspark_reference import (
     after,
     context_of,
     drafter_config,
@@ -39,8 +39,8 @@ from tests.drafters.dspark_reference import (
     unary_logits,
 )
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
-from tests.models.tiny import save_tiny
-from tests.test_cuda import CONFIG, PROMPTS
+from tests.helpers.contract_toys import ByRequest, Choosing, answers, params, run
+from tests.helpers.tiny import save_tiny
 
 KINDS = {
     "dspark": {},

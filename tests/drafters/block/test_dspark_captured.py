@@ -9,24 +9,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.interpreter import require_interpreter
+from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
-from paceline.cuda_graph import CudaGraph
-from paceline.drafters import absorbing, block_passes
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.base import DraftRow
+from paceline.drafters.block import block_pass as block_passes
+from paceline.drafters.block import context_kv as absorbing
 from paceline.drafters.tapped import TapRing
+from paceline.models.backends.cpu.kernels import NativeKernels, open_library, runnable_variants
+from paceline.models.backends.cuda.attention import division
+from paceline.models.backends.cuda.kernels import TritonKernels
 from paceline.models.kv_cache import KVCache
-from paceline.models.native_kernels import NativeKernels, open_library, runnable_variants
-from paceline.models.triton import division
-from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import Dtypes
-from paceline.sequence import Sequence
-from paceline.verdict import UnreadVerdict
-from tests.drafters.contract_toys import params
-from tests.drafters.dspark_reference import drafter_config, make, random_tensors
-from tests.test_cuda import CONFIG as TINY
+from paceline.platform.cuda_graph import CudaGraph
+from tests.cuda.test_cuda import CONFIG as TINY
+from tests.drafters.block.dspark_reference import drafter_config, make, random_tensors
+from tests.helpers.contract_toys import params
 
 # The interpreter's numpy on infinities, which kernels mask.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.config import RopeConfig
-from paceline.drafters.dspark_checkpoint import read, write
-from paceline.drafters.dspark_config import W1, check_target
+from paceline.drafters.block.checkpoint import read, write
+from paceline.drafters.block.config import W1, check_target
 from paceline.drafters.methods import DFLASH, DSPARK
 from paceline.drafters.speculators import TargetShape
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
-from tests.drafters.dspark_reference import drafter_config, random_tensors
-from tests.test_cuda import CONFIG
+from tests.cuda.test_cuda import CONFIG
+from tests.drafters.block.dspark_reference import drafter_config, random_tensors
 
 OURS = {"tap_norm": True, "mask_embedding": True, "mask_token_id": None, "markov_over_draft_vocab": True}
 EMBEDDING = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))

@@ -9,13 +9,13 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
+from paceline.models.backends.cpu.kernels import NativeKernels, open_library, runnable_variants
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_kernels import NativeKernels, open_library, runnable_variants
-from tests.drafters.contract_toys import Choosing, answers, params, run
-from tests.drafters.dspark_reference import drafter_config, make, random_tensors
+from tests.cuda.test_cuda import CONFIG
+from tests.drafters.block.dspark_reference import drafter_config, make, random_tensors
 from tests.drafters.overfit import tiny_decoder
-from tests.test_cuda import CONFIG
+from tests.helpers.contract_toys import Choosing, answers, params, run
 
 CLOSE = 5e-3  # of log probabilities
 

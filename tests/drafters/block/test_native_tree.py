@@ -9,12 +9,18 @@ import pytest
 import torch
 
 from paceline.drafters.base import DraftRow
-from paceline.drafters.block_tree import grow, lattice
-from paceline.drafters.native_block import BlockRow, NativeBlocks
+from paceline.drafters.block.native import BlockRow, NativeBlocks
+from paceline.drafters.block.tree import grow, lattice
 from paceline.drafters.tapped import likely_nodes
+from paceline.models.backends.cpu.kernels import (
+    AbsorbedView,
+    NativeKernels,
+    NativeStack,
+    open_library,
+    runnable_variants,
+)
 from paceline.models.kernels import Shape
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_kernels import AbsorbedView, NativeKernels, NativeStack, open_library, runnable_variants
 
 
 @pytest.fixture(params=runnable_variants())

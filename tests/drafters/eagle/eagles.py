@@ -6,11 +6,11 @@ import torch
 from torch.nn import functional as F
 
 from paceline.config import ModelConfig
-from paceline.drafters.eagle_config import LAYER, EagleConfig, shapes
-from paceline.drafters.eagle_drafter import EagleDrafter
-from paceline.drafters.eagle_layer import EagleLayer
+from paceline.drafters.eagle.config import LAYER, EagleConfig, shapes
+from paceline.drafters.eagle.drafter import EagleDrafter
+from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.speculators import TargetShape
-from paceline.models.torch_kernels import TorchKernels
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.weights import Dtypes
 
 

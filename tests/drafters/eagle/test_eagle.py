@@ -12,20 +12,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import eagle_checkpoint, eagle_drafter
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.dynamic_tree import BELOW, DEPTH, TreeShape, grow, width_of
-from paceline.drafters.eagle_checkpoint import read, recognise, write
-from paceline.drafters.eagle_config import published_layers
+from paceline.drafters.eagle import checkpoint as eagle_checkpoint
+from paceline.drafters.eagle import drafter as eagle_drafter
+from paceline.drafters.eagle.checkpoint import read, recognise, write
+from paceline.drafters.eagle.config import published_layers
+from paceline.drafters.eagle.tree import BELOW, DEPTH, TreeShape, grow, width_of
 from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, available
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.plan import slots_of
-from tests.drafters.contract_toys import ByRequest, Choosing, params, run
-from tests.drafters.eagles import Reference, config_for, drafter_of, overfit, random_tensors
+from tests.cuda.test_cuda import CONFIG, PROMPTS
+from tests.drafters.eagle.eagles import Reference, config_for, drafter_of, overfit, random_tensors
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
-from tests.test_cuda import CONFIG, PROMPTS
+from tests.helpers.contract_toys import ByRequest, Choosing, params, run
 
 LAYERS = (0, 1, 2)  # of the tiny target, which has two
 KINDS = {

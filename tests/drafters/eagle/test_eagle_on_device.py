@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
-from tests.drafters.contract_toys import ByRequest, exercised, run
-from tests.drafters.eagles import fitted
+from paceline.engine.policy.interface import Choice
+from tests.cuda.test_cuda import PROMPTS
+from tests.drafters.eagle.eagles import fitted
 from tests.drafters.overfit import taps_of, tiny_decoder
 from tests.drafters.test_on_device import ASKED, DEVICES, SIZES, engine_for, outputs, requests_of, watch
-from tests.test_cuda import PROMPTS
+from tests.helpers.contract_toys import ByRequest, exercised, run
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["eagle3", "eagle"])
 

@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from paceline import LLM, SamplingParams
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters.base import DrafterContext, DraftRow
-from paceline.drafters.medusa import FIRST, LATER, MOST_ROWS, MedusaDrafter, Tree
-from paceline.drafters.medusa_checkpoint import MedusaHead, load_heads, save_heads
+from paceline.drafters.heads.checkpoint import MedusaHead, load_heads, save_heads
+from paceline.drafters.heads.medusa import FIRST, LATER, MOST_ROWS, MedusaDrafter, Tree
 from paceline.drafters.methods import MEDUSA, METHODS
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
-from paceline.models.torch_kernels import TorchKernels
-from tests.drafters import contract_toys
-from tests.drafters.contract_toys import VOCAB, ByRequest, answers, make_engine, params, plain, prompt_of, run
+from tests.cuda.test_cuda import CONFIG
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, tiny_decoder
-from tests.models.tiny import save_tiny
-from tests.test_cuda import CONFIG
+from tests.helpers import contract_toys
+from tests.helpers.contract_toys import VOCAB, ByRequest, answers, make_engine, params, plain, prompt_of, run
+from tests.helpers.tiny import save_tiny
 
 HIDDEN = CONFIG.hidden_size
 

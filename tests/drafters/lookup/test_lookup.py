@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.config import SpeculationConfig
 from paceline.drafters import METHODS, DrafterContext, DraftRow
 from paceline.testing import toy_config
-from tests.drafters.toys import propose, sequence_of
+from tests.helpers.toys import propose, sequence_of
 
 METHOD_NAMES = ("ngram", "suffix")
 texts = st.integers(0, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=44))

@@ -12,16 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRow, ngram, suffix, suffix_index
-from paceline.drafters.native_ngram import NativeNgrams
-from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
-from paceline.drafters.suffix_index import DEPTH, END, SuffixIndex
-from paceline.engine.adaptive import AdaptivePolicy
-from paceline.models.native_kernels import load_library, open_library, runnable_variants
+from paceline.core.sequence import Sequence
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
+from paceline.drafters.lookup import index as suffix_index
+from paceline.drafters.lookup import ngram, suffix
+from paceline.drafters.lookup.index import DEPTH, END, SuffixIndex
+from paceline.drafters.lookup.native_ngram import NativeNgrams
+from paceline.drafters.lookup.native_suffix import NativeIndex, NativeSuffixes
+from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.models.backends.cpu.kernels import load_library, open_library, runnable_variants
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.testing import toy_config
-from tests.drafters.contract_toys import make_engine, params, prompt_of, run
+from tests.helpers.contract_toys import make_engine, params, prompt_of, run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the native kernels are not built on Windows")
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.drafters import DrafterContext, DraftRow
-from paceline.drafters.ngram import MATCH_LIMIT, NgramDrafter, NgramIndex
-from paceline.engine.policy import Choice
+from paceline.drafters.lookup.ngram import MATCH_LIMIT, NgramDrafter, NgramIndex
+from paceline.engine.policy.interface import Choice
 from paceline.testing import toy_config
-from tests.drafters import toys
-from tests.drafters.toys import greedy_periodic, run_engine, sequence_of, thread_seconds
+from tests.helpers import toys
+from tests.helpers.toys import greedy_periodic, run_engine, sequence_of, thread_seconds
 
 texts = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=60))
 

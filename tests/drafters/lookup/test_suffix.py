@@ -13,11 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DrafterContext, DraftRow, suffix_index
-from paceline.drafters.suffix import SuffixDrafter
-from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
-from paceline.drafters.suffix_store import MAX_CORPUS, SuffixStore
-from paceline.drafters.suffix_tree import (
+from paceline.drafters import DrafterContext, DraftRow
+from paceline.drafters.lookup import index as suffix_index
+from paceline.drafters.lookup.index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
+from paceline.drafters.lookup.store import MAX_CORPUS, SuffixStore
+from paceline.drafters.lookup.suffix import SuffixDrafter
+from paceline.drafters.lookup.tree import (
     EVIDENCE_STEPS,
     HIT_RATE,
     INSERTED,
@@ -29,10 +30,10 @@ from paceline.drafters.suffix_tree import (
     grow,
     places_of,
 )
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
-from tests.drafters.toys import greedy_periodic, propose, run_engine, sequence_of, thread_seconds
+from tests.helpers.toys import greedy_periodic, propose, run_engine, sequence_of, thread_seconds
 
 CLOSE = 1e-9
 texts = st.integers(0, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=44))

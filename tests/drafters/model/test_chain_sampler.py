@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from paceline.config import SpeculationConfig
+from paceline.core.rng import Lane, coin
+from paceline.core.sequence import Sequence
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs
-from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.engine.policy import Choice
-from paceline.rng import Lane, coin
-from paceline.sequence import Sequence
+from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs
+from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.engine.policy.interface import Choice
 from paceline.testing import toy_config
 from paceline.verify import pick_weighted
-from tests.drafters.contract_toys import (
+from tests.helpers.contract_toys import (
     VOCAB,
     ByRequest,
     ChainModel,
@@ -72,7 +72,7 @@ def test_rows_that_sample_draft_by_the_same_coins_whichever_way_they_go(sampling
         (ChainModel(imitating), True),
     ):
         keys = random.Random(5)
-        monkeypatch.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
+        monkeypatch.setattr("paceline.core.sequence.secrets.randbits", keys.getrandbits)
         model.most_rows = len(samplings)
         engine = make_engine([DraftModelDrafter(model)], k=3, ahead=ahead)
         sequences, outputs = run(engine, requests)
@@ -98,7 +98,7 @@ def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkey
     for fault in (False, True):
         real, keys = ChainSampler.__init__, random.Random(5)
         with monkeypatch.context() as patched:
-            patched.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
+            patched.setattr("paceline.core.sequence.secrets.randbits", keys.getrandbits)
             if fault:
                 patched.setattr(ChainSampler, "__init__", stale)
             results.append(

@@ -9,21 +9,22 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.controls import ControlsBuilder
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRow, draft_model
-from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.core.rng import Lane, coin
+from paceline.core.sequence import Sequence
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
+from paceline.drafters.model import draft_model
+from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy.interface import Choice
 from paceline.errors import InvalidParameter, ModelNotFound
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
+from paceline.models.load.open_model import load_model
 from paceline.models.plan import PassPlan
-from paceline.models.runtime import load_model
-from paceline.rng import Lane, coin
-from paceline.sequence import Sequence
 from paceline.testing import toy_config
 from paceline.verify import Nodes, probabilities, process, propose
-from tests.drafters.contract_toys import (
+from paceline.verify.metadata import ControlsBuilder
+from tests.helpers.contract_toys import (
     VOCAB,
     ByRequest,
     Choosing,
@@ -39,7 +40,7 @@ from tests.drafters.contract_toys import (
     repeating,
     run,
 )
-from tests.models.tiny import save_tiny
+from tests.helpers.tiny import save_tiny
 
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 3}, "sampled": {"temperature": 0.8, "top_p": 0.9}}
 

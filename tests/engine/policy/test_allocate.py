@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.engine import budgets
-from paceline.engine.budgets import LEAST, RISK, Kind, Offer
+from paceline.engine.policy import allocate as budgets
+from paceline.engine.policy.allocate import LEAST, RISK, Kind, Offer
 
 
 def offer_of(rng, rows, *, tree):

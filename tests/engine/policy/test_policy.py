@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 from paceline.config import NONE, SpeculationConfig
+from paceline.core.sequence import Sequence
 from paceline.drafters.base import LEARNED, HostDrafter
-from paceline.engine.acceptance import Acceptance
-from paceline.engine.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, WORST, AdaptivePolicy
+from paceline.drafters.speculative_config import read
 from paceline.engine.batch import StepTiming
-from paceline.engine.cost import GRID, DraftTimes, StepTimes
-from paceline.engine.guard import CREDIT, LEAST_LOSS, Guard
-from paceline.engine.policy import DEEPEST, Choice
+from paceline.engine.policy.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, WORST, AdaptivePolicy
+from paceline.engine.policy.costs import GRID, DraftTimes, StepTimes
+from paceline.engine.policy.guard import CREDIT, LEAST_LOSS, Guard
+from paceline.engine.policy.interface import DEEPEST, Choice
+from paceline.engine.policy.priors import CPU, GPU
+from paceline.engine.policy.survival import Acceptance
 from paceline.errors import InvalidParameter
-from paceline.models.pass_prior import CPU, GPU
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
-from paceline.speculative_config import read
-from tests.drafters.contract_toys import make_drafter, make_engine, params, plain, prompt_of
-from tests.engine.results import ResultRow, result_of, rows_of
+from tests.helpers.contract_toys import make_drafter, make_engine, params, plain, prompt_of
+from tests.helpers.results import ResultRow, result_of, rows_of
 
 FLAT = {1: 1.0, 64: 1.3}  # a memory-bound pass
 STEEP = {1: 1.0, 64: 20.0}  # a saturated one, ten times as steep as the prior

@@ -24,7 +24,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
         pytest.skip(reason)
     import triton
 
-    from paceline.models.triton import compact
+    from paceline.models.backends.cuda import compact
 
     if interpreted() != (request.param == "interpreted"):
         pytest.skip("where there is a CUDA device, nothing is interpreted")
@@ -38,7 +38,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 def by_kernel(cache: KVCache, nodes: torch.Tensor, path: torch.Tensor) -> None:
     """As where there is a device."""
-    from paceline.models.triton.compact import compact
+    from paceline.models.backends.cuda.compact import compact
 
     for storage in cache._storage:
         compact(storage, nodes, path)

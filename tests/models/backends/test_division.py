@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.models.triton.division import KEYS, PROGRAMS, Division, chunks_of, tiles_of
+from paceline.models.backends.cuda.attention.division import KEYS, PROGRAMS, Division, chunks_of, tiles_of
 
 GROUP, KV_HEADS, LONGEST = 4, 8, 8192
 DECODES = np.linspace(100, 600, 31).astype(int).tolist()

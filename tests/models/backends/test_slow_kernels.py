@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import triton_support
-from paceline.models import kernels, native_kernels, runtime
+from paceline.models import kernels
+from paceline.models.backends.cpu import kernels as native_kernels
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for, why_slow
-from paceline.models.torch_kernels import TorchKernels
+from paceline.models.load import open_model as runtime
+from paceline.platform import triton as triton_support
 
 
 @pytest.fixture

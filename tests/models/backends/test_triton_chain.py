@@ -10,21 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.interpreter import require_interpreter
+from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
 from paceline.config import ModelConfig
-from paceline.models.chain import READ, ChainRow
-from paceline.models.decoder import Decoder
-from paceline.models.kernels import Weights
-from paceline.models.kv_cache import KVCache
-from paceline.models.pass_chain import PassChain
-from paceline.models.plan import PassPlan
-from paceline.models.torch_kernels import TorchKernels
-from paceline.models.triton import division
-from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
-from paceline.models.triton.greedy_chain import (
+from paceline.core.verdict import INVALID, UnreadVerdict
+from paceline.models.backends.cuda.attention import division
+from paceline.models.backends.cuda.greedy_chain import CUT as DEFAULT_CUT
+from paceline.models.backends.cuda.greedy_chain import (
     HEADER,
     LOOK_EVERY,
     MOST_HELD,
@@ -34,10 +28,16 @@ from paceline.models.triton.greedy_chain import (
     Share,
     TritonChain,
 )
-from paceline.models.triton_kernels import TritonKernels
+from paceline.models.backends.cuda.kernels import TritonKernels
+from paceline.models.backends.torch import TorchKernels
+from paceline.models.chain import READ, ChainRow
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import Weights
+from paceline.models.kv_cache import KVCache
+from paceline.models.pass_chain import PassChain
+from paceline.models.plan import PassPlan
 from paceline.models.weights import Dtypes
-from paceline.verdict import INVALID, UnreadVerdict
-from tests.models.random_llama import llama, random_weights
+from tests.helpers.random_llama import llama, random_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter import require_interpreter
+from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
+from paceline.engine.policy.priors import GPU, GPU_CODES, prior_of
+from paceline.models.backends.cuda.codes.codes import MOST_ROWS, expanded, laid_out, ring_for
+from paceline.models.backends.cuda.kernels import TritonKernels
+from paceline.models.backends.cuda.linear import Rotary, linear
 from paceline.models.buckets import alike
-from paceline.models.code_blocks import as_codes
-from paceline.models.pass_prior import GPU, GPU_CODES, prior_of
-from paceline.models.triton.codes import MOST_ROWS, expanded, laid_out, ring_for
-from paceline.models.triton.linear import Rotary, linear
-from paceline.models.triton_kernels import TritonKernels
+from paceline.models.quant.code_blocks import as_codes
 from paceline.models.weights import BLOCKS, Linear, StoredWeight, WeightKind
 from tests.models.test_weights import codes_of
 
@@ -150,7 +150,7 @@ def test_codes_that_do_not_fit_the_kernels_are_expanded_and_said_to_be(kernels, 
 
 
 def test_a_gpu_without_the_streamed_kernel_expands_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.models.triton_kernels.keeps_codes", lambda device: False)
+    monkeypatch.setattr("paceline.models.backends.cuda.kernels.keeps_codes", lambda device: False)
     kernels = TritonKernels(CPU)
     assert not kernels.keeps_codes
     assert not kernels.pack(codes_of(WeightKind.INT8, 32, 128, 64, "none")).weight.kind.has_scales

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import require_interpreter
+from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
+from paceline.models.backends.cuda.compact import compact
+from paceline.models.backends.cuda.kernels import TritonKernels
+from paceline.models.backends.cuda.linear import Rotary, linear
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
-from paceline.models.triton.compact import compact
-from paceline.models.triton.linear import Rotary, linear
-from paceline.models.triton_kernels import TritonKernels
 from tests.models.test_kernels import ints, rotary_tables, scene
 
 FP8 = torch.float8_e4m3fn

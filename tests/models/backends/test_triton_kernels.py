@@ -17,25 +17,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import require_interpreter
+from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError
+from paceline.models.backends.cuda import linear as linear_module
+from paceline.models.backends.cuda.attention import division
+from paceline.models.backends.cuda.attention.attention import attention
+from paceline.models.backends.cuda.attention.division import (
+    HEADER,
+    KEYS,
+    NARROW,
+    TILE,
+    Division,
+    Work,
+    chunks_of,
+    tiles_of,
+    work_of,
+)
+from paceline.models.backends.cuda.kernels import FastKernels, TritonKernels
+from paceline.models.backends.cuda.linear import Rotary, Tile, linear
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import LayerByLayer, Rope, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
-from paceline.models.triton import division
-from paceline.models.triton import linear as linear_module
-from paceline.models.triton.attention import attention
-from paceline.models.triton.division import HEADER, KEYS, NARROW, TILE, Division, Work, chunks_of, tiles_of, work_of
-from paceline.models.triton.linear import Rotary, Tile, linear
-from paceline.models.triton_kernels import FastKernels, TritonKernels
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes
-from tests.models.random_llama import llama, random_weights
+from tests.helpers.random_llama import llama, random_weights
 from tests.models.test_kernels import (
     BLOCK_ENDS,
     BLOCK_ROWS,

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="triton has no Gluon")
 
-from paceline.models.triton import attention
+from paceline.models.backends.cuda.attention import attention
 
 POINTERS = {
     **dict.fromkeys(("q", "k_cache", "v_cache"), "*bf16"),
@@ -26,7 +26,7 @@ COMPILE = f"""
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from paceline.models.triton.pipelined import attend_pipelined
+from paceline.models.backends.cuda.attention.pipelined import attend_pipelined
 
 names = attend_pipelined.arg_names
 signature = {{name: {SIGNATURE}.get(name, "constexpr") for name in names}}

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Trees that only the device knows, placed by the kernel through Triton's interpreter, against `paceline.draft`."""
+"""Trees that only the device knows, placed by the kernel through Triton's interpreter, against `core.draft`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.interpreter import require_interpreter
+from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
-from paceline.draft import UNKNOWN, ancestors, clamp_trees
+from paceline.core.draft import UNKNOWN, ancestors, clamp_trees
+from paceline.models.backends.cuda.place import place_trees
 from paceline.models.plan import DeviceTrees, PassPlan
-from paceline.models.triton.place import place_trees
 
 NODES, ROWS, PATH, BEFORE = 20, 90, 24, -7  # BEFORE: what stands in rows that are no nodes
 

@@ -15,12 +15,12 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.gguf_file import GGUFFile
-from paceline.gguf_vocab import tokenizer_files
-from paceline.models.convert import convert_gguf, hf_config
-from paceline.models.gguf_model import gguf_names, uninterleave
-from paceline.models.hf_config import parse_config
-from paceline.models.loader import load_config, load_weights
+from paceline.files.gguf import GGUFFile
+from paceline.models.load.convert import convert_gguf, hf_config
+from paceline.models.load.gguf_model import gguf_names, uninterleave
+from paceline.models.load.hf_config import parse_config
+from paceline.models.load.loader import load_config, load_weights
+from paceline.text.gguf_vocab import tokenizer_files
 
 LLAMA_CPP_NAMES = {
     "model.embed_tokens": "token_embd",

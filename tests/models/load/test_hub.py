@@ -24,10 +24,10 @@ import numpy as np
 import pytest
 
 from paceline.errors import CacheFolderError, DownloadFailed, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.models import fetch, hub, store
-from paceline.models.hub import ALIASES, cache_home, cache_home_if_any, cached_models, resolve
-from paceline.models.loader import load_config, load_weights
-from paceline.tokenizer import Tokenizer
+from paceline.models.load import fetch, hub, store
+from paceline.models.load.hub import ALIASES, cache_home, cache_home_if_any, cached_models, resolve
+from paceline.models.load.loader import load_config, load_weights
+from paceline.text.tokenizer import Tokenizer
 
 MANIFEST = {"source": "a test", "format": "safetensors"}
 
@@ -234,7 +234,7 @@ CHILD = """
 
 
 def start_stuck_pull(marker: Path) -> subprocess.Popen[bytes]:
-    source = str(Path(hub.__file__).parents[2])
+    source = str(Path(hub.__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": source}
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), str(marker)], env=environment)
     deadline = time.monotonic() + 120
@@ -609,8 +609,8 @@ def test_what_the_hub_half_downloaded_does_not_mix_with_the_wheel(copied_wheel, 
 
 
 def test_the_hub_module_does_not_import_torch() -> None:
-    source = str(Path(hub.__file__).parents[2])
-    code = "import sys, paceline.models.hub; sys.exit('torch' in sys.modules)"
+    source = str(Path(hub.__file__).parents[3])
+    code = "import sys, paceline.models.load.hub; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": source}, check=True)
 
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from paceline.config import RopeConfig
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
-from paceline.models.hf_config import NEUTRAL, parse_config, rope_scaling
-from paceline.models.loader import load_config, load_generation_defaults, load_weights
+from paceline.models.load.hf_config import NEUTRAL, parse_config, rope_scaling
+from paceline.models.load.loader import load_config, load_generation_defaults, load_weights
+from paceline.models.load.open_model import load_model
 from paceline.models.rope import rope_tables
-from paceline.models.runtime import load_model
 from paceline.models.weights import WeightKind
-from tests.models.tiny import write_tokenizer
+from tests.helpers.tiny import write_tokenizer
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -438,7 +438,7 @@ def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(
     tmp_path: Path, write_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, "Llama")
-    monkeypatch.setattr("paceline.models.runtime.Decoder", None)
+    monkeypatch.setattr("paceline.models.load.open_model.Decoder", None)
     with pytest.raises(BrokenModel, match=r"holds no tokenizer: tokenizer\.json is missing; copy it"):
         load_model(tmp_path, device="cpu")
 

@@ -18,17 +18,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.engine.policy_memory import PolicyMemory
+from paceline.engine.policy.memory import PolicyMemory
 from paceline.errors import BrokenModel, InvalidParameter, ModelError, UnsupportedModel
-from paceline.models.code_blocks import as_blocks
 from paceline.models.kernels import INT8
-from paceline.models.loader import expected_shapes, load_config, load_weights
-from paceline.models.quantized_config import parse_quantization
-from paceline.models.runtime import load_model
+from paceline.models.load.loader import expected_shapes, load_config, load_weights
+from paceline.models.load.open_model import load_model
+from paceline.models.load.quantized_config import parse_quantization
+from paceline.models.quant.code_blocks import as_blocks
 from paceline.models.weights import StoredWeight, WeightKind
 from paceline.testing import logits_of
-from tests.models.quantized import AWQ, FORMATS, GPTQ, compressed, compressed_fp8, write_quantized
-from tests.models.tiny import write_tokenizer
+from tests.helpers.tiny import write_tokenizer
+from tests.models.load.quantized import AWQ, FORMATS, GPTQ, compressed, compressed_fp8, write_quantized
 
 LAYER = "model.layers.1.mlp.down_proj"
 TOKENS = torch.randint(0, 96, (20,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -380,7 +380,7 @@ from pathlib import Path
 import torch
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.loader import load_config, load_weights
+from paceline.models.load.loader import load_config, load_weights
 from paceline.models.weights import Dtypes
 
 def anonymous():  # what this process has written: pages of the mapped file are not its own

@@ -17,18 +17,18 @@ from torch import Tensor
 
 import paceline.models
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
-from paceline.gguf_file import GGUFFile
-from paceline.models.block_file import BLOCK_WEIGHTS
-from paceline.models.convert import convert_gguf
+from paceline.files.gguf import GGUFFile
+from paceline.models.backends.cpu.kernels import NativeKernels, open_library, runnable_variants
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import FLOAT32, INT8, kernels_for
-from paceline.models.loader import load_config, load_weights
-from paceline.models.native_kernels import NativeKernels, open_library, runnable_variants
-from paceline.models.runtime import load_model
-from paceline.models.torch_kernels import TorchKernels
+from paceline.models.load.convert import convert_gguf
+from paceline.models.load.loader import load_config, load_weights
+from paceline.models.load.open_model import load_model
+from paceline.models.quant.block_file import BLOCK_WEIGHTS
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 from paceline.testing import logits_of
-from tests.models.test_gguf import Type, write_gguf
-from tests.models.tiny import write_tokenizer
+from tests.helpers.tiny import write_tokenizer
+from tests.models.load.test_gguf import Type, write_gguf
 
 CPU = torch.device("cpu")
 N = 70  # not a whole number of panels
@@ -172,7 +172,7 @@ def test_rounded_activations_keep_what_is_not_a_number_in_its_row() -> None:
 
 def checksums(compiler: str, *emulator: str, folder: Path, flags: tuple[str, ...] = ()) -> str:
     """What native_blocks.cpp prints; it fails where blocks and their expansion differ. Unoptimised: quick to build."""
-    native_sources = Path(paceline.models.__file__).parent / "native"
+    native_sources = Path(paceline.models.__file__).parents[1] / "native"
     program = folder / compiler
     source = Path(__file__).with_name("native_blocks.cpp")
     options = ["-O0", "-std=c++17", "-ffp-contract=off", "-pthread", f"-I{native_sources}", *flags]
@@ -199,8 +199,8 @@ def small_gguf(folder: Path, write_model: Any, kind: Type, **options: Any) -> Pa
 @pytest.fixture
 def without_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """These files have none."""
-    monkeypatch.setattr("paceline.models.runtime.Tokenizer.from_path", lambda path: None)
-    monkeypatch.setattr("paceline.models.convert.tokenizer_files", lambda metadata, source: ({}, {}))
+    monkeypatch.setattr("paceline.models.load.open_model.Tokenizer.from_path", lambda path: None)
+    monkeypatch.setattr("paceline.models.load.convert.tokenizer_files", lambda metadata, source: ({}, {}))
 
 
 @pytest.mark.parametrize("tied", [True, False])

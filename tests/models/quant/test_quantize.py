@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from paceline.cli.app import run
 from paceline.errors import BrokenModel, InvalidParameter
-from paceline.models.compress import COMPRESSED, rounded_fp8, rounded_int4
-from paceline.models.loader import load_config, load_weights
-from paceline.models.new_folder import MARKER, PREFIX, new_folder
-from paceline.models.quantize import TARGETS, quantize, quantize_folder
-from paceline.models.runtime import load_model
+from paceline.files.folders import MARKER, PREFIX, new_folder
+from paceline.models.load.loader import load_config, load_weights
+from paceline.models.load.open_model import load_model
+from paceline.models.quant.compress import COMPRESSED, rounded_fp8, rounded_int4
+from paceline.models.quant.quantize import TARGETS, quantize, quantize_folder
 from paceline.models.weights import BLOCKS, WeightKind
-from tests.models.tiny import save_tiny, write_tokenizer
+from tests.helpers.tiny import save_tiny, write_tokenizer
 
 
 @pytest.mark.parametrize("kind", TARGETS.values(), ids=lambda kind: kind.name)
@@ -214,7 +214,7 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str = "q8_0"
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from paceline.models.new_folder import new_folder
+from paceline.files.folders import new_folder
 with new_folder(Path(sys.argv[1])) as folder:
     (folder / "half").write_text("")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -25,13 +25,13 @@ from pydantic import ValidationError
 from benchmarks.serve_client import Answer, ask
 from paceline import LLM, SamplingParams
 from paceline.cli.serve import listen, read_keys
+from paceline.core.verdict import Kind
 from paceline.errors import InvalidParameter
-from paceline.server.answers import KINDS, Generation, TimeLimit
-from paceline.server.engine_client import Stream
+from paceline.server.api.generation import KINDS, Generation, TimeLimit
+from paceline.server.api.protocol import ChatRequest, CompletionRequest
 from paceline.server.gate import Gate
 from paceline.server.logs import OWN, log_level, logs_json, set_up_logs
-from paceline.server.protocol import ChatRequest, CompletionRequest
-from paceline.verdict import Kind
+from paceline.server.process.client import Stream
 from tests.server.conftest import Server, start_server, wait_until
 
 MESSAGES = [{"role": "user", "content": "Say something."}]

@@ -12,9 +12,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.helpers.tiny_model import CONFIG
+from tests.server.api.test_api import MESSAGES, post
 from tests.server.conftest import Server, start_server
-from tests.server.test_api import MESSAGES, post
-from tests.tiny_model import CONFIG
 
 Json = dict[str, Any]
 LLAMA = """{{ 'Respond with {"name": function name, "parameters": dictionary of arguments}. ' }}{{ tools }}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.grammar import Grammars
-from paceline.server.answers import Piece
-from paceline.server.chat import _parsed
-from paceline.server.protocol import ChatRequest
-from paceline.server.tools import Style, ToolParser, forced_calls, read_call, style_of
+from paceline.server.api.chat import _parsed
+from paceline.server.api.generation import Piece
+from paceline.server.api.protocol import ChatRequest
+from paceline.server.api.tool_calls import Style, ToolParser, forced_calls, read_call, style_of
+from paceline.text.grammar import Grammars
 
 HERMES = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo",  "days": 1.50}}\n</tool_call>'
 TWO = HERMES + '\n<tool_call>{"name": "time", "arguments": {}}</tool_call> Done.'

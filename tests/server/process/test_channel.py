@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.server.channel import Channel, Inbox, framed
+from paceline.server.process.channel import Channel, Inbox, framed
 
 LARGE = bytes(range(256)) * 256
 

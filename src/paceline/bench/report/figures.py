@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from paceline.bench import plots
-from paceline.bench import report_words as words
 from paceline.bench.findings import overall
-from paceline.bench.plots import Axis, Line, Series
+from paceline.bench.report import plots, words
+from paceline.bench.report.plots import Axis, Line, Series
 from paceline.bench.results import ALL, PLAIN, Cell, Results, Speedup, Spread
 
 LANE = 11  # pixels between the contenders of one workload

@@ -14,8 +14,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from paceline.bench import findings, report_words
-from paceline.bench.report_figures import Figures
+from paceline.bench import findings
+from paceline.bench.report import words as report_words
+from paceline.bench.report.figures import Figures
 from paceline.bench.results import Cell, Results, write_whole
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from paceline.bench.grid import concurrencies
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.bench.runner import Plan
 from paceline.cli import flags
-from paceline.cli.bench import MAX_TOKENS, QUICK_MAX_TOKENS, check_sampling, choose_folder, settings_of
+from paceline.cli.bench.command import MAX_TOKENS, QUICK_MAX_TOKENS, check_sampling, choose_folder, settings_of
 from paceline.cli.flags import flag
 from paceline.cli.output import print_json, print_note
 from paceline.cli.progress import live
@@ -57,7 +57,7 @@ def advise(
     """Find out whether drafting pays here, with which method and k: chosen on half the prompts, checked on the rest."""
     options = {"dtype": dtype, "device": device, "threads": threads}
     if traffic is not None:
-        from paceline.cli.advise_traffic import advise_traffic, check
+        from paceline.cli.advise.capacity import advise_traffic, check
 
         others = {"concurrency": concurrency, "max-tokens": max_tokens, "seed": seed, "out": out}
         wanted = check(traffic, price, others)
@@ -135,7 +135,7 @@ def choose_prompts(file: Path | None, *, quick: bool, raw: bool, most: int) -> l
 
 def finish(advice: Advice, folder: Path, *, as_json: bool) -> None:
     """Print first: the advice must be seen even if the disk is full."""
-    from paceline.cli.advise_words import print_advice
+    from paceline.cli.advise.words import print_advice
 
     if as_json:
         print_json(advice.to_json())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.advisor.advice import Advice, paceline_config, paceline_flags
 from paceline.advisor.choice import Choice, Figure, levels_of, of_contender
 from paceline.advisor.cost import ActivationsCost
-from paceline.bench.report_words import at_once, listed, seconds, seeded
+from paceline.bench.report.words import at_once, listed, seconds, seeded
 from paceline.cli.output import human_bytes, print_note
 from paceline.config import AUTO
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.bench.prompts import UNNAMED, Prompt, read_json, read_text
 from paceline.cli.output import choice_object, error_object
 from paceline.errors import InvalidParameter, PacelineError
+from paceline.files.prompt_files import numbered_lines, read_file
 from paceline.outputs import CompletionOutput, RequestOutput
-from paceline.prompt_files import numbered_lines, read_file
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.batch_file import ResultFile
-from paceline.cli.batch_lines import Line, read_lines
+from paceline.cli.batch.lines import Line, read_lines
+from paceline.cli.batch.result_file import ResultFile
 from paceline.cli.generate import load_llm, remark_on_seed
 from paceline.cli.output import Interrupted, drafting_words, print_json, print_json_error, print_note, rate_words
 from paceline.cli.progress import Bar, Lines, live

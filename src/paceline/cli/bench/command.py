@@ -149,7 +149,7 @@ def _given(context: typer.Context, name: str) -> bool:
 
 def compare_results(context: typer.Context, *paths: Path) -> int:
     from paceline.bench.results import Results
-    from paceline.cli.bench_table import compared, print_comparison
+    from paceline.cli.bench.tables import compared, print_comparison
 
     idle = [name for name in context.params if name not in ("compare", "json")]
     refuse_idle_flags(context, idle, "runs that measure")
@@ -172,7 +172,7 @@ def bench_engines(
 ) -> tuple[Results, BaseException | None]:
     with live() as bar:
         bar.stage("starting")
-        from paceline.bench.local import run
+        from paceline.bench.command import run
 
         options = {name: given[name] for name in OURS}
         model = given["model"] or "smollm2"
@@ -222,7 +222,7 @@ def choose_prompts(
     file: Path | None, names: str | None, per_workload: int | None, most: int, *, quick: bool, raw: bool
 ) -> list[Prompt]:
     """The user's, or ours: as many as figures at the highest concurrency take."""
-    from paceline.bench.statistics import MIN_PAIRS
+    from paceline.bench.intervals import MIN_PAIRS
 
     wanted = None if names is None else split(names)
     if wanted is not None and not wanted:
@@ -270,8 +270,8 @@ def refuse_idle_flags(context: typer.Context, idle: Sequence[str], purpose: str)
 
 def finish(results: Results, folder: Path, *, as_json: bool) -> None:
     """Print first: the figures must be seen even if the disk is full."""
-    from paceline.bench import report
-    from paceline.cli.bench_table import print_results
+    from paceline.bench.report import page as report
+    from paceline.cli.bench.tables import print_results
 
     if as_json:
         print_json(results.to_json())

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from paceline.bench import findings
-from paceline.bench import report_words as words
+from paceline.bench.report import words
 from paceline.bench.results import ALL, Cell, Results, Speedup
 from paceline.cli.output import print_note
 from paceline.cli.table import in_colour, print_table

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.chat_commands import HINT, Leave, run_command
-from paceline.cli.chat_input import open_reader
+from paceline.cli.chat.commands import HINT, Leave, run_command
+from paceline.cli.chat.input import open_reader
 from paceline.cli.generate import answer, interrupted, load_llm, new_tally, refuse_unseen_logprobs, remark_on_seed
 from paceline.cli.options import RunOptions, with_options
 from paceline.cli.output import Tally, print_error, print_json, print_note, result_object

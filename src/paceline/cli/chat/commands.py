@@ -16,7 +16,7 @@ from paceline.drafters.methods import METHODS, is_called, unknown_method
 from paceline.errors import InvalidParameter, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.cli.chat import Conversation
+    from paceline.cli.chat.command import Conversation
 
 HINT = "/help lists commands · Ctrl-C stops an answer · Ctrl-D leaves"
 

@@ -84,7 +84,7 @@ def _open_history() -> History:
     """Messages are private: the file is its owner's alone. A cache folder that cannot be written costs the history."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from paceline.models.hub import cache_home
+    from paceline.models.load.hub import cache_home
 
     class KeptHistory(FileHistory):
         def store_string(self, string: str) -> None:

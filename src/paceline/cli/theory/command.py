@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.output import print_json, print_note
-from paceline.cli.theory_input import read
+from paceline.cli.theory.input import read
 from paceline.theory.table import best_tree_row, rows
 
 ACCEPTANCE, COST, BATCH, MEMORY = (
@@ -104,7 +104,7 @@ def theory(
             }
         )
         return
-    from paceline.cli.theory_table import print_case  # rich takes a while
+    from paceline.cli.theory.table import print_case  # rich takes a while
 
     print_case(case, asked.k, asked.memory, asked.batch)
     if plot is not None:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import packed_to
+from paceline.core.draft import packed_to
 from paceline.models.decoder import Decoder
 from paceline.models.graphs import Placed
 from paceline.models.kv_cache import LayerCache
-from paceline.models.parallel import compile_together
 from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.parallel import compile_together
 
 log = logging.getLogger("paceline")
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # of a captured draft; more are drafted in parts

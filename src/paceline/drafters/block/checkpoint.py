@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.drafters.checkpoint import (
+from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, DSparkConfig, described, parse, shapes
+from paceline.drafters.folder import (
     CONFIG,
     WEIGHTS,
     check_shapes,
@@ -23,7 +24,6 @@ from paceline.drafters.checkpoint import (
     read_tensors,
     write_json,
 )
-from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, DSparkConfig, described, parse, shapes
 from paceline.errors import BrokenModel
 
 INDEX = "model.safetensors.index.json"

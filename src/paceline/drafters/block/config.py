@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.drafters.checkpoint import Json, section
+from paceline.drafters.folder import Json, section
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.drafters.speculators import (
     UNKNOWN_TARGET,
@@ -25,7 +25,7 @@ from paceline.drafters.speculators import (
     target_of,
 )
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
-from paceline.models.hf_config import parse_config
+from paceline.models.load.hf_config import parse_config
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"

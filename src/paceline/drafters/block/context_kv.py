@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.drafters.dspark_config import TAP_NORM, DSparkConfig
+from paceline.drafters.block.config import TAP_NORM, DSparkConfig
 from paceline.drafters.tapped import TapBatch
+from paceline.models.backends.cpu.kernels import AbsorbedView, NativeKernels, NativeStack
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_kernels import AbsorbedView, NativeKernels, NativeStack
-from paceline.models.parallel import compile_together
 from paceline.models.plan import PassPlan
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.parallel import compile_together
 
 log = logging.getLogger("paceline")
 POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # of a captured batch; more are absorbed in parts

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.drafters.block_tree import CANDIDATES, DEEPER
+from paceline.drafters.block.tree import CANDIDATES, DEEPER
 
 PART = 1024  # logits that one program looks at
 LAST = tl.constexpr(0x7FFFFFFF)

@@ -22,28 +22,28 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_K
-from paceline.cuda_graph import GraphRecorder
-from paceline.draft import Draft
-from paceline.drafters import checkpoint
-from paceline.drafters.absorbing import Absorbing
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import UnreadVerdict
+from paceline.drafters import folder as checkpoint
 from paceline.drafters.base import DrafterContext, DraftRow, digest
-from paceline.drafters.block_passes import BlockPasses, BlockRows
-from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
-from paceline.drafters.dspark_checkpoint import read
-from paceline.drafters.dspark_config import MASKS, W1, W2, DSparkConfig, check_target
-from paceline.drafters.native_block import BlockRow, NativeBlocks
+from paceline.drafters.block.block_pass import BlockPasses, BlockRows
+from paceline.drafters.block.checkpoint import read
+from paceline.drafters.block.config import MASKS, W1, W2, DSparkConfig, check_target
+from paceline.drafters.block.context_kv import Absorbing
+from paceline.drafters.block.native import BlockRow, NativeBlocks
+from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.tapped import Floats, TapBatch, TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
+from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_kernels import NativeKernels, NativeStack
-from paceline.models.quantize import quantize
-from paceline.models.torch_kernels import TorchKernels
+from paceline.models.quant.quantize import quantize
 from paceline.models.weights import BLOCKS, Dtypes, StoredWeight, WeightKind
-from paceline.sequence import Sequence
-from paceline.triton_support import require_triton
-from paceline.verdict import UnreadVerdict
+from paceline.platform.cuda_graph import GraphRecorder
+from paceline.platform.triton import require_triton
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 PADDING = np.array([0, -1, 0])[:, None, None]  # of tokens, parents and depths
@@ -288,7 +288,7 @@ class DSparkDrafter(TappedDrafter):
 def _device_tree() -> ModuleType | None:
     try:
         require_triton()
-        from paceline.drafters import device_tree
+        from paceline.drafters.block import cuda_tree as device_tree
     except ImportError:  # no Triton that works here
         return None
     return device_tree

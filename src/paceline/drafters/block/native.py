@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import DraftRow
-from paceline.models.native_kernels import (
+from paceline.models.backends.cpu.kernels import (
     AbsorbedView,
     NativeKernels,
     NativeStack,
@@ -23,7 +23,7 @@ from paceline.models.native_kernels import (
     check_in_place,
     check_status,
 )
-from paceline.models.native_weights import PackedRows, PackedWeight, ProductView, rows_view
+from paceline.models.backends.cpu.weights import PackedRows, PackedWeight, ProductView, rows_view
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]

@@ -12,7 +12,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.checkpoint import (
+from paceline.drafters.eagle.config import (
+    LAYER,
+    EagleConfig,
+    check_target,
+    is_eagle,
+    parse,
+    plain_name,
+    raw_description,
+    shapes,
+    speculators_description,
+)
+from paceline.drafters.folder import (
     CONFIG,
     Json,
     check_draft_ids,
@@ -23,17 +34,6 @@ from paceline.drafters.checkpoint import (
     read_config,
     read_tensors,
     write_folder,
-)
-from paceline.drafters.eagle_config import (
-    LAYER,
-    EagleConfig,
-    check_target,
-    is_eagle,
-    parse,
-    plain_name,
-    raw_description,
-    shapes,
-    speculators_description,
 )
 from paceline.errors import BrokenModel, ModelNotFound
 

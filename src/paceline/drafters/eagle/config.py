@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.checkpoint import Json, section
+from paceline.drafters.folder import Json, section
 from paceline.drafters.methods import EAGLE, EAGLE3
 from paceline.drafters.speculators import (
     UNKNOWN_TARGET,
@@ -27,7 +27,7 @@ from paceline.drafters.speculators import (
 )
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.decoder import FINAL
-from paceline.models.hf_config import parse_config, rope_scaling
+from paceline.models.load.hf_config import parse_config, rope_scaling
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 HEADS = {"llama": 32, "qwen3": 32}  # transformers' default, which speculators' files leave out

@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import Draft, packed_to
+from paceline.core.draft import Draft, packed_to
 from paceline.drafters.base import DrafterContext, DraftRow
-from paceline.drafters.dynamic_tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
-from paceline.drafters.eagle_checkpoint import read
-from paceline.drafters.eagle_layer import EagleLayer
+from paceline.drafters.eagle.checkpoint import read
+from paceline.drafters.eagle.layer import EagleLayer
+from paceline.drafters.eagle.tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
 from paceline.drafters.tapped import TapBatch, TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import Kernels
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.torch_kernels import TorchKernels
 from paceline.models.weights import Dtypes
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 
 log = logging.getLogger("paceline")
 ROWS, NODES = (1, 4, 16), (8, 16, 32, 64)  # captured numbers of rows and of nodes; larger batches run kernel by kernel
@@ -105,7 +105,7 @@ class EagleDrafter(TappedDrafter):
 
     def _capture(self) -> None:
         """Every shape is compiled, run once and captured, so that no draft waits for any of it."""
-        from paceline.models.triton.parallel_compile import parallel_compile
+        from paceline.platform.parallel_compile import parallel_compile
 
         works = {}
         for rows in (rows for rows in reversed(ROWS) if rows * self._most_blocks * self._block_size <= MOST_KEYS):
@@ -259,7 +259,7 @@ class EagleDrafter(TappedDrafter):
 
     def _divided(self, rows: int, batch: int, path_width: int, longest: int) -> object:
         """How the kernels divide a pass of as many rows for each sequence: known before anything is drawn."""
-        from paceline.models.triton.division import Division, Work, tiles_of
+        from paceline.models.backends.cuda.attention.division import Division, Work, tiles_of
 
         body = self._layer.config.body
         tile, begin, count = tiles_of(np.repeat(np.arange(batch), rows // batch), body.num_heads // body.num_kv_heads)

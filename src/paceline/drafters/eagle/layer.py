@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.drafters.base import digest
-from paceline.drafters.checkpoint import draft_ids
-from paceline.drafters.eagle_config import LAYER, EagleConfig
+from paceline.drafters.eagle.config import LAYER, EagleConfig
+from paceline.drafters.folder import draft_ids
 from paceline.models.kernels import Kernels, Packed, Rope
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan

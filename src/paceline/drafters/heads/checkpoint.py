@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.drafters.checkpoint import CONFIG, Json, check_is_number, read_config, read_tensors, write_json
+from paceline.drafters.folder import CONFIG, Json, check_is_number, read_config, read_tensors, write_json
 from paceline.errors import BrokenModel, InvalidParameter
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import MAX_K
-from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import Draft
+from paceline.core.draft import Draft
 from paceline.drafters.base import DrafterContext, DraftRow, digest
-from paceline.drafters.medusa_checkpoint import MedusaHead, load_heads
+from paceline.drafters.heads.checkpoint import MedusaHead, load_heads
 from paceline.drafters.methods import MEDUSA
 from paceline.drafters.tapped import TappedDrafter
 from paceline.errors import InvalidParameter
+from paceline.models.backends.torch import TorchKernels
 from paceline.models.buckets import up
 from paceline.models.decoder import FINAL
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import LayerCache
-from paceline.models.torch_kernels import TorchKernels
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 
 log = logging.getLogger("paceline")
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Generic, Protocol, TypeVar
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
 from paceline.drafters.base import DraftRow, HostDrafter
-from paceline.sequence import Sequence
 
 
 class State:

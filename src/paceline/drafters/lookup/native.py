@@ -1,4 +1,4 @@
-"""Lookup drafters in native code (models/native/lookup.h): all rows of a step in one call.
+"""Lookup drafters in native code (native/lookup.h): all rows of a step in one call.
 
 The arrays are numpy's; C reads and writes them through views, which are updated when an array is replaced. Only the new
 tokens of each text are passed in a call.
@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from paceline.draft import Draft
-from paceline.drafters.lookup import State
-from paceline.models.native_kernels import Library
-from paceline.sequence import Sequence
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
+from paceline.drafters.lookup.lookup import State
+from paceline.models.backends.cpu.kernels import Library
 
 PLANES = 3  # of a draft: tokens, parents and depths
 

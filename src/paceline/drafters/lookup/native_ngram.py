@@ -1,4 +1,4 @@
-"""Prompt lookup in native code (models/native/ngram.h), and the arrays it uses."""
+"""Prompt lookup in native code (native/ngram.h), and the arrays it uses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from ctypes import c_int64, c_void_p
 
 import numpy as np
 
-from paceline.drafters.native_lookup import NativeBackend, NativeState
-from paceline.models.native_kernels import Library
-from paceline.sequence import Sequence
+from paceline.core.sequence import Sequence
+from paceline.drafters.lookup.native import NativeBackend, NativeState
+from paceline.models.backends.cpu.kernels import Library
 
 MIN_ROOM = 256  # tokens
 

@@ -1,4 +1,4 @@
-"""Suffix decoding in native code (models/native/suffix.h), on the arrays of `SuffixIndex`."""
+"""Suffix decoding in native code (native/suffix.h), on the arrays of `SuffixIndex`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from paceline.drafters.native_lookup import NativeBackend, NativeState
-from paceline.drafters.suffix_index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints, Memory, SuffixIndex
-from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import EVIDENCE_STEPS, HIT_RATE, INSERTED, STORE_WEIGHT, SUBSTITUTED, THRESHOLD
-from paceline.models.native_kernels import Library
-from paceline.sequence import Sequence
+from paceline.core.sequence import Sequence
+from paceline.drafters.lookup.index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints, Memory, SuffixIndex
+from paceline.drafters.lookup.native import NativeBackend, NativeState
+from paceline.drafters.lookup.store import SuffixStore
+from paceline.drafters.lookup.tree import EVIDENCE_STEPS, HIT_RATE, INSERTED, STORE_WEIGHT, SUBSTITUTED, THRESHOLD
+from paceline.models.backends.cpu.kernels import Library
 
 _MOST_PLACES = 2 * (len(LEVELS) - 1) * LIMIT + 2
 

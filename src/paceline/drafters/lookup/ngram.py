@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.lookup import LookupDrafter, State
+from paceline.drafters.lookup.lookup import LookupDrafter, State
+from paceline.drafters.lookup.native_ngram import NativeNgrams
 from paceline.drafters.methods import NGRAM
-from paceline.drafters.native_ngram import NativeNgrams
-from paceline.models.native_kernels import load_library
-from paceline.sequence import Sequence
+from paceline.models.backends.cpu.kernels import load_library
 
 MATCH_LIMIT = 16  # longer matches count as this long
 

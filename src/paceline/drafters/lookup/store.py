@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.drafters.suffix_index import END, MIN_ROWS, Ints, SuffixIndex
+from paceline.drafters.lookup.index import END, MIN_ROWS, Ints, SuffixIndex
 from paceline.errors import InvalidParameter
 
 log = logging.getLogger("paceline")

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.draft import Draft
+from paceline.core.draft import Draft
+from paceline.core.sequence import Sequence
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.lookup import LookupDrafter, State
+from paceline.drafters.lookup.index import Context, Memory, SuffixIndex
+from paceline.drafters.lookup.lookup import LookupDrafter, State
+from paceline.drafters.lookup.native_suffix import NativeIndex, NativeSuffixes
+from paceline.drafters.lookup.store import SuffixStore
+from paceline.drafters.lookup.tree import STORE_WEIGHT, Lookup, Place, evidence_of, grow, places_of
 from paceline.drafters.methods import METHODS, SUFFIX
-from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
-from paceline.drafters.suffix_index import Context, Memory, SuffixIndex
-from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import STORE_WEIGHT, Lookup, Place, evidence_of, grow, places_of
-from paceline.models.native_kernels import load_library
-from paceline.sequence import Sequence
+from paceline.models.backends.cpu.kernels import load_library
 
 log = logging.getLogger("paceline")
 

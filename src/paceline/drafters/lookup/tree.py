@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from paceline.drafters.suffix_index import DEPTH, LEVELS, Context, SuffixIndex
+from paceline.drafters.lookup.index import DEPTH, LEVELS, Context, SuffixIndex
 
 THRESHOLD = 0.1  # nodes less likely than this are not drafted
 HIT_RATE = (0.0, 0.38, 0.6, 0.75, 0.78, 0.83, *[0.86] * 3, *[0.91] * 7, *[0.93] * (DEPTH - 15))  # by tokens shared

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.controls import KIND, ControlsBuilder
-from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import Draft, Proposal, packed_to
+from paceline.core.draft import Draft, Proposal, packed_to
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import UnreadVerdict
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
-from paceline.verdict import UnreadVerdict
 from paceline.verify import Controls, DrawKind, Draws, Form, Nodes, propose
+from paceline.verify.metadata import KIND, ControlsBuilder
 
 log = logging.getLogger("paceline")
 MOST_ROWS = 16  # of a graph

@@ -23,22 +23,22 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_K
-from paceline.controls import ControlsBuilder
-from paceline.draft import Draft, Proposal
+from paceline.core.draft import Draft, Proposal
+from paceline.core.sequence import Sequence
+from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, Judged
-from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.drafters.methods import DRAFT_MODEL
+from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.errors import InvalidParameter
 from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens
 from paceline.models.decoder import Model
-from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.models.plan import PassPlan, padded_tables, slots_of
-from paceline.models.runtime import LoadedModel, load_model
 from paceline.models.warmup import drafting
-from paceline.sequence import Sequence
-from paceline.verdict import UnreadVerdict
 from paceline.verify import Nodes, propose
+from paceline.verify.metadata import ControlsBuilder
 
 PREPARED = 128  # largest batch of sequences for which passes are compiled and captured beforehand
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps

@@ -18,12 +18,12 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from paceline.config import MAX_K
+from paceline.core.sequence import Sequence
 from paceline.drafters import NONE, Drafter
-from paceline.engine import budgets
-from paceline.engine.acceptance import Acceptance, bucket
 from paceline.engine.batch import StepResult, StepTiming
-from paceline.engine.budgets import Budgets, Kind, Offer
-from paceline.engine.cost import (
+from paceline.engine.policy import allocate as budgets
+from paceline.engine.policy.allocate import Budgets, Kind, Offer
+from paceline.engine.policy.costs import (
     FIRST_DRAFTS,
     LOOKUP_GUESS,
     MAX_NODES,
@@ -33,12 +33,12 @@ from paceline.engine.cost import (
     StepTimes,
     size_of,
 )
-from paceline.engine.evidence import DrafterEvidence
-from paceline.engine.guard import Guard
-from paceline.engine.job_values import JobValues
-from paceline.engine.policy import DEEPEST, Choice, any_sampled, wish
-from paceline.models.pass_prior import CPU, PassPrior
-from paceline.sequence import Sequence
+from paceline.engine.policy.evidence import DrafterEvidence
+from paceline.engine.policy.guard import Guard
+from paceline.engine.policy.interface import DEEPEST, Choice, any_sampled, wish
+from paceline.engine.policy.job_values import JobValues
+from paceline.engine.policy.priors import CPU, PassPrior
+from paceline.engine.policy.survival import Acceptance, bucket
 
 # Over plain decoding, that a plan must promise: less is within the error of the tables. For lookups times the root of
 # the number of sequences: of many estimates here and there those are chosen that promise too much.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config import MAX_K
-from paceline.engine.cost import MAX_NODES, Floats, Ints
+from paceline.engine.policy.costs import MAX_NODES, Floats, Ints
 
 LEAST = 0.005  # survival below which a node is not worth a row anywhere
 RISK = 0.05  # of a step's rate that the plan after a plain step may stake on learning what more nodes cost

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.models.pass_prior import CPU, PassPrior
+from paceline.engine.policy.priors import CPU, PassPrior
 
 # Rows that steps are told apart by where passes are not padded.
 GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as SequenceOf
 
-from paceline.config import MAX_K
+from paceline.config import AUTO, MAX_K
+from paceline.core.sequence import Sequence
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.methods import is_called
-from paceline.engine.policy import AUTO
-from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
 FIRST_TOKENS = 2  # of an answer: they do not wait for a drafter that has yet to read the prompt,

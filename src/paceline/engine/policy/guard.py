@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.engine.cost import size_of
+from paceline.engine.policy.costs import size_of
 
 LOSS, LEAST_LOSS = 6.0, 2.0  # plain steps that must be lost: how sure it must be. Over the root of the number of
 # sequences, whose luck evens out, but never less than so many

@@ -10,10 +10,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.config import AUTO as AUTO
 from paceline.config import NONE
+from paceline.core.sequence import Sequence
 from paceline.engine.batch import StepResult, StepTiming
-from paceline.sequence import Sequence
 
 DEEPEST = 16  # tokens ahead that a policy plans where k is open: passes for such drafts are captured beforehand
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
-from paceline.sequence import Sequence
+from paceline.core.sequence import Sequence
 
 BELIEF = 0.7  # in what a token is worth to a job, against every token being worth the same: the last row is a guess
 FORESIGHT = 0.3  # share of a draft's promise that counts as the sequence's pace already

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from paceline.drafters import Drafter
-from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.errors import CacheFolderError
-from paceline.models.hub import cache_home
-from paceline.models.runtime import LoadedModel
+from paceline.models.load.hub import cache_home
+from paceline.models.load.open_model import LoadedModel
 
 log = logging.getLogger("paceline")
 FORMAT = 6

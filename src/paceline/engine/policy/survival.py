@@ -21,8 +21,8 @@ import numpy as np
 
 from paceline.config import MAX_K
 from paceline.drafters.base import LEARNED
-from paceline.engine.cost import Floats
-from paceline.engine.policy import DEEPEST
+from paceline.engine.policy.costs import Floats
+from paceline.engine.policy.interface import DEEPEST
 
 MEMORY = 256.0  # tries at a depth after which old ones count half, so that a change of workload is noticed
 GUESS_TRIALS = 16.0  # tries that the first guess counts for, and promised tokens that trust in a lookup does

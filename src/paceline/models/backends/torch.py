@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.models.backends.torch_reads import Part, PassReads
 from paceline.models.chain import GreedyChain
 from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.torch_reads import Part, PassReads
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
 
 FEW_ROWS = 7  # MKL multiplies (N, K) by (K, M) up to three times as fast as (M, K) by (K, N) up to here

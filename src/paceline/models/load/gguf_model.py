@@ -18,11 +18,11 @@ import torch
 
 from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
-from paceline.gguf_file import GGUFFile
-from paceline.gguf_vocab import check_tokenizer_fields
-from paceline.models.block_file import checked_blocks
-from paceline.models.hf_config import MOST_LAYERS, check_shape
+from paceline.files.gguf import GGUFFile
+from paceline.models.load.hf_config import MOST_LAYERS, check_shape
+from paceline.models.quant.block_file import checked_blocks
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
+from paceline.text.gguf_vocab import check_tokenizer_fields
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # of every Llama 3.x; the factor is the largest divisor

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
-from paceline.models.quantized_config import KEYS, Quantization, parse_quantization
+from paceline.models.load.quantized_config import KEYS, Quantization, parse_quantization
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import BrokenModel, ModelNotFound
-from paceline.models.block_file import BLOCK_WEIGHTS
-from paceline.models.tensor_file import Header
+from paceline.files.safetensors_writer import Header
+from paceline.models.quant.block_file import BLOCK_WEIGHTS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"

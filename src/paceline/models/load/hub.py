@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DownloadFailed, ModelNotFound
-from paceline.models.fetch import Wheel, fetch_snapshot, fetch_wheel
-from paceline.models.store import (
+from paceline.models.load.fetch import Wheel, fetch_snapshot, fetch_wheel
+from paceline.models.load.store import (
     CachedModel,
     Progress,
     add_model,

@@ -15,13 +15,13 @@ import torch
 
 from paceline.config import ModelConfig
 from paceline.errors import BrokenModel, ModelNotFound
-from paceline.gguf_file import GGUFFile
-from paceline.models.block_file import block_shape, checked_blocks
-from paceline.models.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
-from paceline.models.hf_config import parse_checkpoint, token_ids
-from paceline.models.hf_folder import TensorFiles, read_json
-from paceline.models.quantized_config import Quantization, parse_quantization
-from paceline.models.quantized_tensors import UNUSED, CodedWeight, find_coded, names_of
+from paceline.files.gguf import GGUFFile
+from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
+from paceline.models.load.hf_config import parse_checkpoint, token_ids
+from paceline.models.load.hf_folder import TensorFiles, read_json
+from paceline.models.load.quantized_config import Quantization, parse_quantization
+from paceline.models.load.quantized_tensors import UNUSED, CodedWeight, find_coded, names_of
+from paceline.models.quant.block_file import block_shape, checked_blocks
 from paceline.models.weights import StoredWeight, WeightKind
 
 FLOATS = {

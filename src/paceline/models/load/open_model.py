@@ -13,10 +13,9 @@ import torch
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
-from paceline.machine import usable_cores
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import FLOAT32, INT8, Kernels, kernels_for, why_slow
-from paceline.models.loader import (
+from paceline.models.load.loader import (
     Declared,
     Weights,
     load_all_weights,
@@ -24,9 +23,10 @@ from paceline.models.loader import (
     load_generation_defaults,
     load_quantization,
 )
-from paceline.models.threads import torch_threads
 from paceline.models.weights import MIDDLE, Dtypes, StoredWeight, WeightKind
-from paceline.tokenizer import Tokenizer
+from paceline.platform.cpu import usable_cores
+from paceline.platform.threads import torch_threads
+from paceline.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")

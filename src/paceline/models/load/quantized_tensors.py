@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import BrokenModel, UnsupportedModel
-from paceline.models.quantized_config import INSTEAD, Layout, Quantization, Scheme
-from paceline.models.tensor_file import Header
+from paceline.files.safetensors_writer import Header
+from paceline.models.load.quantized_config import INSTEAD, Layout, Quantization, Scheme
 from paceline.models.weights import StoredWeight, WeightKind
 
 Shape = tuple[int, ...]

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.errors import BrokenModel, UnsupportedModel
-from paceline.models.tensor_file import Header, write_tensors
+from paceline.files.safetensors_writer import Header, write_tensors
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
 BLOCK_WEIGHTS = "blocks.safetensors"

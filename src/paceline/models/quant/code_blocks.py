@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.models.gguf_blocks import codes_of_q4_k, codes_of_q5, codes_of_q5_k, half, nibbles, small_scales
+from paceline.models.quant.gguf_blocks import codes_of_q4_k, codes_of_q5, codes_of_q5_k, half, nibbles, small_scales
 from paceline.models.weights import BLOCKS, MIDDLE, StoredWeight, WeightKind
 
 BLOCK = 32

@@ -11,9 +11,9 @@ from torch import Tensor
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kv_cache import KVCache
-from paceline.models.loader import load_config
+from paceline.models.load.loader import load_config
 from paceline.models.plan import PassPlan
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 BLOCK = 16
 LONGEST = 256  # tokens of a prompt that are compared

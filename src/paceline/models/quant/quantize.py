@@ -18,21 +18,14 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.errors import BrokenModel, InvalidParameter
-from paceline.models.block_file import BLOCK_WEIGHTS, write_blocks
-from paceline.models.compress import (
-    COMPRESSED,
-    group_of,
-    headers,
-    is_rounded,
-    quantization_config,
-    tensors,
-)
-from paceline.models.fetch import TEMPLATES
-from paceline.models.hf_folder import WEIGHTS, read_json
-from paceline.models.loader import Weights, expected_shapes, load_config, load_quantization, load_weights
-from paceline.models.new_folder import new_folder, refuse_existing
-from paceline.models.store import MANIFEST
-from paceline.models.tensor_file import write_tensors
+from paceline.files.folders import new_folder, refuse_existing
+from paceline.files.safetensors_writer import write_tensors
+from paceline.models.load.fetch import TEMPLATES
+from paceline.models.load.hf_folder import WEIGHTS, read_json
+from paceline.models.load.loader import Weights, expected_shapes, load_config, load_quantization, load_weights
+from paceline.models.load.store import MANIFEST
+from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
+from paceline.models.quant.compress import COMPRESSED, group_of, headers, is_rounded, quantization_config, tensors
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
 TARGETS = {"q8_0": WeightKind.Q8_0, "q4_1": WeightKind.Q4_1, "q4_k": WeightKind.Q4_K}

@@ -6,10 +6,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from paceline.server import messages as m
-from paceline.server.answers import Generation, Piece, prompt_logprobs, usage
-from paceline.server.protocol import ChatRequest
-from paceline.server.tools import ToolParser
+from paceline.server.api.generation import Generation, Piece, prompt_logprobs, usage
+from paceline.server.api.protocol import ChatRequest
+from paceline.server.api.tool_calls import ToolParser
+from paceline.server.process import messages as m
 
 
 def completion(generation: Generation, answers: list[m.Answer], request: ChatRequest, model: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from itertools import accumulate
 from typing import Any
 
-from paceline.server import messages as m
-from paceline.server.answers import Generation, Piece, prompt_logprobs, usage
-from paceline.server.protocol import CompletionRequest
+from paceline.server.api.generation import Generation, Piece, prompt_logprobs, usage
+from paceline.server.api.protocol import CompletionRequest
+from paceline.server.process import messages as m
 
 
 def completion(

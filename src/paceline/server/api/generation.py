@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engine.text import TextDecoder
 from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, PacelineError, QueueFull, RequestFailed
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
-from paceline.server import messages as m
-from paceline.server.engine_client import EngineClient, Stream
-from paceline.server.protocol import Choices
-from paceline.tokenizer import Tokenizer
+from paceline.server.api.protocol import Choices
+from paceline.server.process import messages as m
+from paceline.server.process.client import EngineClient, Stream
+from paceline.text.stop_strings import TextDecoder
+from paceline.text.tokenizer import Tokenizer
 
 KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from paceline.errors import InvalidParameter, shown
 from paceline.sampling_params import MAX_LOGPROBS, SamplingParams
-from paceline.server.tools import Style, forced_calls
+from paceline.server.api.tool_calls import Style, forced_calls
 
 T = TypeVar("T")
 Items = Annotated[

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
-from paceline.server import messages as m
-from paceline.server.answers import Generation, usage
-from paceline.server.protocol import Items, Message, Sampling, plain_message
+from paceline.server.api.generation import Generation, usage
+from paceline.server.api.protocol import Items, Message, Sampling, plain_message
+from paceline.server.process import messages as m
 
 
 class ResponseRequest(Sampling):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.structured_outputs import WHITESPACE
+from paceline.text.structured_outputs import WHITESPACE
 
 Style = Literal["hermes", "llama"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

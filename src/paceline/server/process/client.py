@@ -17,11 +17,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from paceline.errors import EngineDied, PacelineError
-from paceline.models.hub import resolve
+from paceline.models.load.hub import resolve
 from paceline.sampling_params import SamplingParams
-from paceline.server import messages as m
-from paceline.server.engine_process import EngineProcess
-from paceline.server.engine_process import EngineSettings as EngineSettings
+from paceline.server.process import messages as m
+from paceline.server.process.engine_process import EngineProcess, EngineSettings
 
 log = logging.getLogger("paceline.server")
 RESTARTS = 3  # within RESTART_WINDOW_S; after that the server stays down, and /health says why

@@ -15,12 +15,12 @@ import msgspec
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, PacelineError
-from paceline.server import messages as m
-from paceline.server.channel import Inbox, framed
 from paceline.server.logs import log_level, logs_json
+from paceline.server.process import messages as m
+from paceline.server.process.channel import Inbox, framed
 
 STOP_S = 10.0  # for the engine to store its state
-WORKER = [sys.executable, "-m", "paceline.server.worker"]  # the number of its socket follows
+WORKER = [sys.executable, "-m", "paceline.server.process.worker"]  # the number of its socket follows
 
 
 @dataclass(frozen=True)

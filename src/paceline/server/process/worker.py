@@ -25,17 +25,17 @@ from typing import Any
 import msgspec
 
 from paceline.build import Built, Target, build, load
+from paceline.core.sequence import Sequence
 from paceline.engine import loop
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop, Request
 from paceline.errors import EngineClosed, InvalidParameter, PacelineError, QueueFull
-from paceline.garbage import trim_heap
-from paceline.grammar import FIELD
+from paceline.platform.garbage import trim_heap
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
-from paceline.server import messages as m
-from paceline.server.channel import Channel
 from paceline.server.logs import OWN, set_up_logs
+from paceline.server.process import messages as m
+from paceline.server.process.channel import Channel
+from paceline.text.grammar import FIELD
 
 log = logging.getLogger("paceline")
 GAUGES_EVERY_S = 0.25

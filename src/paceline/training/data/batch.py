@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.training.rows import Rows
-from paceline.training.target import FrozenTarget, Hidden, positions_of
+from paceline.training.data.rows import Rows
+from paceline.training.trainees.target import FrozenTarget, Hidden, positions_of
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidParameter, PacelineError
-from paceline.prompt_files import numbered_lines, read_file, read_object, some_text
-from paceline.tokenizer import Tokenizer
+from paceline.files.prompt_files import numbered_lines, read_file, read_object, some_text
+from paceline.text.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}

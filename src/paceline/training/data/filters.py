@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.training.store import Array, Sequences
+from paceline.training.data.store import Array, Sequences
 
 GRAM = 16  # tokens of a passage whose repetition counts as a loop
 TIMES = 3  # its occurrence that ends a sequence

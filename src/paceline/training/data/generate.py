@@ -18,14 +18,14 @@ import torch
 from paceline.config import NONE
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.llm import LLM
-from paceline.models.hub import resolve
-from paceline.models.loader import load_config
+from paceline.models.load.hub import resolve
+from paceline.models.load.loader import load_config
 from paceline.sampling_params import SamplingParams
-from paceline.tokenizer import Tokenizer
-from paceline.training.files import Message, encoded, read_examples
-from paceline.training.filters import loop_ends, without_loops
-from paceline.training.sources import SYNTHETIC
-from paceline.training.store import Sequences, TokenStore, token_dtype
+from paceline.text.tokenizer import Tokenizer
+from paceline.training.data.examples import Message, encoded, read_examples
+from paceline.training.data.filters import loop_ends, without_loops
+from paceline.training.data.sources import SYNTHETIC
+from paceline.training.data.store import Sequences, TokenStore, token_dtype
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHARD = 16_384  # answers of one shard

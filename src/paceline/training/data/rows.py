@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import InvalidParameter
-from paceline.training.store import Array, Sequences
+from paceline.training.data.store import Array, Sequences
 
 LEAST_ANSWER = 2  # tokens of an answer that can be learnt from
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from paceline.config import ModelConfig
 from paceline.drafters.speculators import embedding_sample
 from paceline.errors import InvalidParameter
-from paceline.models.loader import load_weights
-from paceline.prompt_files import read_file
-from paceline.training.store import Source
+from paceline.files.prompt_files import read_file
+from paceline.models.load.loader import load_weights
+from paceline.training.data.store import Source
 
 SYNTHETIC = "synthetic"  # the source of answers to prompts that the target wrote
 

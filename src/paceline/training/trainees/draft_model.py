@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import InvalidParameter, UnsupportedModel
-from paceline.models.hf_folder import WEIGHTS
-from paceline.models.loader import expected_shapes, load_config, load_weights
-from paceline.models.quantized_config import KEYS
-from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.models.load.hf_folder import WEIGHTS
+from paceline.models.load.loader import expected_shapes, load_config, load_weights
+from paceline.models.load.quantized_config import KEYS
+from paceline.training.data.batch import Batch, ahead, anchors
 from paceline.training.options import between
-from paceline.training.target import FrozenTarget, additive, layer_weights, rms_norm, run_layer
 from paceline.training.trainee import StepLoss
+from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.trainees.target import FrozenTarget, additive, layer_weights, rms_norm, run_layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.drafters import dspark_checkpoint
-from paceline.drafters.checkpoint import draft_ids
-from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
+from paceline.drafters.block import checkpoint as dspark_checkpoint
+from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
+from paceline.drafters.folder import draft_ids
 from paceline.drafters.speculators import TargetShape
 from paceline.errors import InvalidParameter
-from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.data.batch import Batch, ahead, anchors
 from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
-from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
+from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.trainees.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 
 Parameters = dict[str, Tensor]
 
@@ -280,7 +280,7 @@ class DSparkTrainee:
     ) -> DSparkTrainee:
         """A checkpoint, to be trained further or measured; sizes are the checkpoint's own. `name`: of the target, which
         need not be the one that the checkpoint was trained for."""
-        from paceline.drafters.dspark_config import check_target
+        from paceline.drafters.block.config import check_target
 
         config, tensors = dspark_checkpoint.read(folder)
         check_target(config, target.config, folder)

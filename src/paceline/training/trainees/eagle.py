@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.drafters import eagle_checkpoint
-from paceline.drafters.checkpoint import draft_ids
-from paceline.drafters.eagle_config import LAYER, EagleConfig, published_layers, shapes
+from paceline.drafters.eagle import checkpoint as eagle_checkpoint
+from paceline.drafters.eagle.config import LAYER, EagleConfig, published_layers, shapes
+from paceline.drafters.folder import draft_ids
 from paceline.drafters.speculators import TargetShape
-from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.data.batch import Batch, ahead, anchors
 from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
-from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
+from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.trainees.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 
 FROZEN = ("lm_head.weight", "d2t")
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import MAX_K
-from paceline.drafters.medusa_checkpoint import MOST_LAYERS, MedusaHead, load_heads, save_heads
+from paceline.drafters.heads.checkpoint import MOST_LAYERS, MedusaHead, load_heads, save_heads
 from paceline.errors import InvalidParameter
-from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.data.batch import Batch, ahead, anchors
 from paceline.training.options import between
-from paceline.training.target import FrozenTarget
 from paceline.training.trainee import StepLoss
+from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.trainees.target import FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)

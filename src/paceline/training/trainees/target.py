@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import ModelConfig
-from paceline.models.loader import load_config, load_weights
+from paceline.models.load.loader import load_config, load_weights
 from paceline.models.rope import rope_tables
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (B, N, head_dim / 2)

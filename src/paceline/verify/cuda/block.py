@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.verify.device import tiles
-from paceline.verify.device.sampled import Sampled, after, delete, likelihood_ratio
-from paceline.verify.device.tiles import divide, inverse, kernel, my_rows, programs, summed
+from paceline.verify.cuda import tiles
+from paceline.verify.cuda.sampled import Sampled, after, delete, likelihood_ratio
+from paceline.verify.cuda.tiles import divide, inverse, kernel, my_rows, programs, summed
 
 _DONE = tl.constexpr(-2)
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.verify.device import tiles
-from paceline.verify.device.tiles import P, Tile, kernel, key_of, my_rows, owned_rows, programs, tempered
+from paceline.verify.cuda import tiles
+from paceline.verify.cuda.tiles import P, Tile, kernel, key_of, my_rows, owned_rows, programs, tempered
 from paceline.verify.processors import Controls, Nodes
 
 WAYS = tl.constexpr(8)

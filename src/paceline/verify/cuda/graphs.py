@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import Draft, Proposal
-from paceline.verdict import Verdict
+from paceline.core.draft import Draft, Proposal
+from paceline.core.verdict import Verdict
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.verify.processors import Controls, Form, Nodes
 from paceline.verify.walk import Draws
 

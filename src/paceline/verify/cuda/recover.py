@@ -6,12 +6,12 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from paceline.rng import Lane
-from paceline.verdict import Verdict
-from paceline.verify.device import tiles
-from paceline.verify.device.sampled import Sampled, remaining
-from paceline.verify.device.tiles import find_split, find_token, kernel, my_rows, programs
-from paceline.verify.device.walk import put
+from paceline.core.rng import Lane
+from paceline.core.verdict import Verdict
+from paceline.verify.cuda import tiles
+from paceline.verify.cuda.sampled import Sampled, remaining
+from paceline.verify.cuda.tiles import find_split, find_token, kernel, my_rows, programs
+from paceline.verify.cuda.walk import put
 from paceline.verify.walk import CoinSource, Draws
 
 

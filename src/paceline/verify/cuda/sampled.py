@@ -16,18 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.draft import Draft
-from paceline.verify.device import tiles
-from paceline.verify.device.target_distribution import TargetDistribution
-from paceline.verify.device.tiles import (
-    P,
-    Tile,
-    divide,
-    inverse,
-    kernel,
-    my_rows,
-    probability,
-)
+from paceline.core.draft import Draft
+from paceline.verify.cuda import tiles
+from paceline.verify.cuda.target_distribution import TargetDistribution
+from paceline.verify.cuda.tiles import P, Tile, divide, inverse, kernel, my_rows, probability
 
 
 class Q(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from paceline.verify.device import tiles
-from paceline.verify.device.cut import cut
-from paceline.verify.device.tiles import (
+from paceline.verify.cuda import tiles
+from paceline.verify.cuda.cut import cut
+from paceline.verify.cuda.tiles import (
     COIN,
     P,
     Tile,

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.draft import Draft
-from paceline.rng import Lane, bits
-from paceline.rng_triton import gumbel
-from paceline.verdict import Verdict
-from paceline.verify.device import tiles
-from paceline.verify.device.target_distribution import TargetDistribution
-from paceline.verify.device.tiles import (
+from paceline.core.draft import Draft
+from paceline.core.rng import Lane, bits
+from paceline.core.rng_triton import gumbel
+from paceline.core.verdict import Verdict
+from paceline.verify.cuda import tiles
+from paceline.verify.cuda.target_distribution import TargetDistribution
+from paceline.verify.cuda.tiles import (
     COIN,
     SEEDED,
     find_split,

@@ -19,10 +19,10 @@ from torch import Tensor, get_num_threads
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError
+from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, ProductView, runs_of_a_kind
 from paceline.models.chain import GreedyChain
 from paceline.models.kernels import FLOAT32, INT8, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_weights import CPU, PackedRows, PackedWeight, ProductView, runs_of_a_kind
 from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.models.weights import StoredWeight, joined
 
@@ -110,7 +110,7 @@ def _best_library() -> tuple[Library | None, str]:
 @functools.cache
 def open_library(variant: str) -> Library:
     """Raises OSError when the file is missing, cannot be loaded or was built from older sources."""
-    path = Path(__file__).parent / "native" / f"kernels_{variant}.so"
+    path = Path(__file__).parents[3] / "native" / f"kernels_{variant}.so"
     if not path.exists():
         raise OSError(f"{path.name} was not built")
     handle = ctypes.CDLL(str(path))

@@ -10,8 +10,8 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from paceline.models.native_kernels import NativeKernels, NativeStack, TapsView, check_in_place, check_status
-from paceline.models.native_weights import PackedRows, PackedWeight, ProductView, rows_view
+from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack, TapsView, check_in_place, check_status
+from paceline.models.backends.cpu.weights import PackedRows, PackedWeight, ProductView, rows_view
 from paceline.models.plan import ModelOutput, PassPlan
 
 

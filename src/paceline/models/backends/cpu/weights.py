@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.models.code_blocks import as_blocks
+from paceline.models.quant.code_blocks import as_blocks
 from paceline.models.weights import StoredWeight, WeightKind
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.core.verdict import UnreadVerdict
 from paceline.models.chain import READ
 from paceline.models.graphs import Placed
-from paceline.verdict import UnreadVerdict
 
 BLOCK = 8192  # tokens of the vocabulary that one argmax covers
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.triton.launch import overlapped, release, wait
+from paceline.platform.launch import overlapped, release, wait
 
 
 def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:

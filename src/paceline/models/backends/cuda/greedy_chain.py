@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.draft import sent
+from paceline.core.draft import sent
+from paceline.core.verdict import UnreadVerdict
+from paceline.models.backends.cuda.advance_rows import known_of
+from paceline.models.backends.cuda.chain import STATE, UNIT, chain
 from paceline.models.chain import READ, ChainRow
 from paceline.models.kernels import Shape, Weights
 from paceline.models.kv_cache import LayerCache
-from paceline.models.staging import Staging
-from paceline.models.triton.advance_rows import known_of
-from paceline.models.triton.chain import STATE, UNIT, chain
-from paceline.models.triton.launch import INTERPRETED
-from paceline.verdict import UnreadVerdict
+from paceline.platform.launch import INTERPRETED
+from paceline.platform.staging import Staging
 
 HEADER = 8  # ints
 MOST_TAG = 1 << 30

@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.models.backends.cuda import elementwise
+from paceline.models.backends.cuda.attention.attention import Work, Workspace, attention, work_of
+from paceline.models.backends.cuda.codes.codes import fits, keeps_codes, laid_out
+from paceline.models.backends.cuda.greedy_chain import TritonChain, served
+from paceline.models.backends.cuda.linear import FEW_ROWS, Rotary, linear
 from paceline.models.chain import GreedyChain
-from paceline.models.code_blocks import as_codes
 from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.triton import elementwise
-from paceline.models.triton.attention import Work, Workspace, attention, work_of
-from paceline.models.triton.codes import fits, keeps_codes, laid_out
-from paceline.models.triton.greedy_chain import TritonChain, served
-from paceline.models.triton.launch import INTERPRETED, multiprocessors
-from paceline.models.triton.linear import FEW_ROWS, Rotary, linear
+from paceline.models.quant.code_blocks import as_codes
 from paceline.models.weights import Linear, StoredWeight, alike, in_one_kind, joined
+from paceline.platform.launch import INTERPRETED, multiprocessors
 
 log = logging.getLogger("paceline")
 

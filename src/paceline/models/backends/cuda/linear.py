@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.models.triton.codes import Ring, in_numbers, launch_streamed, streams
-from paceline.models.triton.elementwise import cached, rotate, sum_segments
-from paceline.models.triton.launch import fetch, overlapped, release, unfused, wait
+from paceline.models.backends.cuda.codes.codes import Ring, in_numbers, launch_streamed, streams
+from paceline.models.backends.cuda.elementwise import cached, rotate, sum_segments
 from paceline.models.weights import Linear
+from paceline.platform.launch import fetch, overlapped, release, unfused, wait
 
 FEW_ROWS = 64
 SMALL = 1 << 22  # a weight of no more numbers is prefetched before the previous kernel is done

@@ -19,25 +19,16 @@ import torch
 import triton
 from torch import Tensor
 
+from paceline.models.backends.cuda.attention.division import CHUNK, EARLY, KEYS, TILE, Division, Work, tiles_of, work_of
+from paceline.models.backends.cuda.attention.merge import merge_states
+from paceline.models.backends.cuda.attention.shared import attend_shared
+from paceline.models.backends.cuda.attention.tail import attend_tail
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.triton.division import (
-    CHUNK,
-    EARLY,
-    KEYS,
-    TILE,
-    Division,
-    Work,
-    tiles_of,
-    work_of,
-)
-from paceline.models.triton.launch import INTERPRETED, overlapped, unfused
-from paceline.models.triton.merge import merge_states
-from paceline.models.triton.shared import attend_shared
-from paceline.models.triton.tail import attend_tail
+from paceline.platform.launch import INTERPRETED, overlapped, unfused
 
 try:
-    from paceline.models.triton import pipelined
+    from paceline.models.backends.cuda.attention import pipelined
 except ImportError:  # a Triton without Gluon
     pipelined = None  # type: ignore[assignment]
 

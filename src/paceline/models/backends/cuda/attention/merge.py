@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.models.triton.launch import release, wait
-from paceline.models.triton.states import chunk_of, first_of, joined, levels
+from paceline.models.backends.cuda.attention.states import chunk_of, first_of, joined, levels
+from paceline.platform.launch import release, wait
 
 
 @triton.jit

@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paceline.models.triton.launch import release, wait
-from paceline.models.triton.states import chunk_of, first_of, joined, levels
+from paceline.models.backends.cuda.attention.states import chunk_of, first_of, joined, levels
+from paceline.platform.launch import release, wait
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its older name
 WIDTH = gl.constexpr(64)  # dimensions of a value that one product takes, to spare registers

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.models.triton.launch import release, wait
-from paceline.models.triton.states import (
+from paceline.models.backends.cuda.attention.states import (
     chunk_of,
     first_of,
     fold_tiles,
@@ -16,6 +15,7 @@ from paceline.models.triton.states import (
     one_block,
     store_states,
 )
+from paceline.platform.launch import release, wait
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.models.triton.launch import release, wait
-from paceline.models.triton.states import load_queries, nothing, one_block, store_states
+from paceline.models.backends.cuda.attention.states import load_queries, nothing, one_block, store_states
+from paceline.platform.launch import release, wait
 
 
 @triton.jit(do_not_specialize=["rows", "path_width"])

@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.models.triton.launch import INTERPRETED, unfused
 from paceline.models.weights import Linear, StoredWeight, WeightKind
+from paceline.platform.launch import INTERPRETED, unfused
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from paceline.models.triton import streamed
+    from paceline.models.backends.cuda.codes import streamed
 except ImportError:  # a Triton without Gluon
     streamed = None  # type: ignore[assignment]
 

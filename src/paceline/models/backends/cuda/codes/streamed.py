@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paceline.models.triton.elementwise import cached, rotate
-from paceline.models.triton.expansion import FLOAT, NIBBLE, NONE, of_both, of_bytes, of_nibbles
-from paceline.models.triton.launch import release, wait
+from paceline.models.backends.cuda.codes.expansion import FLOAT, NIBBLE, NONE, of_both, of_bytes, of_nibbles
+from paceline.models.backends.cuda.elementwise import cached, rotate
+from paceline.platform.launch import release, wait
 
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its older name
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its older name
