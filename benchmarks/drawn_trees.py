@@ -151,8 +151,8 @@ class DrawnTrees(DSparkDrafter):
         self.lattice = lattice(positions, None if anchor_rows is None else anchor_rows[anchors], w1, w2, CANDIDATES)
         return torch.zeros(3, len(anchors), nodes, dtype=torch.int64), None
 
-    def draft(self, rows: Any, seats: Tensor, lengths: Tensor) -> Draft:
-        nothing = super().draft(rows, seats, lengths)
+    def draft(self, rows: Any, req_indices: Tensor, lengths: Tensor) -> Draft:
+        nothing = super().draft(rows, req_indices, lengths)
         ((sequence, *_),) = rows
         wanted = Drawing(0, sequence.params, sequence.noise_key, int(lengths[0]))
         return joined({0: draw(self.lattice, wanted, int(nothing.num_nodes[0]), BEAM)}, nothing, self._ids)

@@ -275,7 +275,7 @@ def reverse_dspark(folder: Path) -> dict[str, Any]:
         sequence = Sequence("x", expected["tokens"][: anchor + 1].tolist(), SamplingParams().resolve({}), max_len=99)
         sequence.blocks = list(range(8))
         drafter.admit(sequence, 0, anchor)
-        drafter.last_tokens = lambda seats, lengths, anchor=anchor: expected["tokens"][anchor : anchor + 1]
+        drafter.last_tokens = lambda req_indices, lengths, anchor=anchor: expected["tokens"][anchor : anchor + 1]
         drafter.absorb(TapBatch(expected["taps"].view(size, len(config.taps), -1), expected["tokens"], at, at, size))
         nothing = torch.zeros(1, dtype=torch.int64)
         draft = drafter.draft([DraftRow(sequence, len(chain))], nothing, nothing + anchor + 1)

@@ -129,10 +129,10 @@ class Trials(DSparkDrafter):
         return torch.zeros(3, 1, nodes, dtype=torch.int64), None
 
     @torch.inference_mode()
-    def draft(self, rows: Any, seats: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: Any, req_indices: Tensor, lengths: Tensor) -> Draft:
         if rows[0].budget < MOST:  # the answer is about to end
             return Draft.empty(1)
-        super().draft(rows, seats, lengths)
+        super().draft(rows, req_indices, lengths)
         most = max(self.sizes)
         self.trials = {"top": self.top(1.0, most), **{f"top/{scale}": self.top(scale, most) for scale in self.scales}}
         if self.lookup is not None:

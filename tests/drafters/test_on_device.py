@@ -255,7 +255,7 @@ class DynamicTrees(TappedDrafter):
         self.cache.v[batch.slots[row], 0] = value[row]
 
     @torch.inference_mode()
-    def draft(self, rows, seats, lengths):
+    def draft(self, rows, req_indices, lengths):
         width = max(len(row.sequence.blocks) for row in rows)
         tables = torch.tensor([[*row.sequence.blocks, *[0] * (width - len(row.sequence.blocks))] for row in rows])
         (tables,) = packed_to(self.device, tables)

@@ -28,7 +28,7 @@ def unread(generator: torch.Generator, batch: int, most: int) -> tuple[UnreadVer
         rows=range(batch),
         length=torch.randint(1, 40, (batch,), generator=generator),
         node_row=torch.arange(batch) * most + 1,
-        seat=torch.randperm(batch + 2, generator=generator)[:batch],
+        req_index=torch.randperm(batch + 2, generator=generator)[:batch],
     )
     return verdict, torch.randn(batch * most, *WIDTH, generator=generator)
 
@@ -37,11 +37,11 @@ def committed(verdict: UnreadVerdict) -> list[Committed]:
     """The same as the host knows it."""
     assert verdict.length is not None
     assert verdict.node_row is not None
-    assert verdict.seat is not None
-    columns = (verdict.seat, verdict.length, verdict.node_row, verdict.num_accepted, verdict.tokens, verdict.path)
+    assert verdict.req_index is not None
+    columns = (verdict.req_index, verdict.length, verdict.node_row, verdict.num_accepted, verdict.tokens, verdict.path)
     return [
-        Committed(seat, length, node_row, VerdictRow(tokens[: count + 1], path[:count], []))
-        for seat, length, node_row, count, tokens, path in zip(*(part.tolist() for part in columns), strict=True)
+        Committed(req_index, length, node_row, VerdictRow(tokens[: count + 1], path[:count], []))
+        for req_index, length, node_row, count, tokens, path in zip(*(part.tolist() for part in columns), strict=True)
     ]
 
 
@@ -65,9 +65,9 @@ def test_the_ring_holds_what_is_committed(way: str, batch: int, most: int) -> No
                 position = int(verdict.length[row]) - 1 + step
                 node = int(verdict.path[row, step - 1]) if step else -1
                 written = taps[int(verdict.node_row[row]) + node], int(verdict.tokens[row, step])
-                expected[int(verdict.seat[row]), position % 8] = written
-    for (seat, position), (states, token) in expected.items():
-        found, after = ring.load(torch.tensor([seat]), torch.tensor([position]), torch.arange(WIDTH[0]))
+                expected[int(verdict.req_index[row]), position % 8] = written
+    for (req_index, position), (states, token) in expected.items():
+        found, after = ring.load(torch.tensor([req_index]), torch.tensor([position]), torch.arange(WIDTH[0]))
         assert torch.equal(found[0], states)
         assert int(after[0]) == token
 
@@ -107,7 +107,7 @@ def test_a_draft_behind_chunks_that_end_one_token_early_begins_at_the_last_token
     propose, seen, preempted = drafter.propose, [], False
 
     def watched(rows, *after):
-        places = torch.tensor([[row.sequence.seat, len(row.sequence.tokens)] for row in rows]).T
+        places = torch.tensor([[row.sequence.req_index, len(row.sequence.tokens)] for row in rows]).T
         for row, token, states in zip(rows, drafter.last_tokens(*places), drafter.last_taps(*places), strict=True):
             tokens = row.sequence.tokens
             assert int(token) == tokens[-1]

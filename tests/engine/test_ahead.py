@@ -71,7 +71,7 @@ class Resting(ByRequest):
     st.integers(0, 10**6),
 )
 def test_no_answer_and_no_figure_depends_on_the_order_of_a_step(
-    wanted, num_blocks, step_tokens, seats, prefix_caching, speaks, often, seed
+    wanted, num_blocks, step_tokens, req_indices, prefix_caching, speaks, often, seed
 ):
     """Also where the order is drawn at random for every step."""
     drafted = {str(i): Choice(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
@@ -79,7 +79,7 @@ def test_no_answer_and_no_figure_depends_on_the_order_of_a_step(
         drafters=[ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()],
         policy=Resting(drafted, often),
         num_blocks=num_blocks,
-        max_num_seqs=seats,
+        max_num_seqs=req_indices,
         max_num_batched_tokens=step_tokens,
         prefix_caching=prefix_caching,
         eos=(EOS,),
@@ -245,12 +245,12 @@ class Always(LearnsNothing):
 class Early:
     """An engine that drafts for all, and the order in which steps are launched, read and published."""
 
-    def __init__(self, tokenizer=None, seats=8, blocks=128, eos=(), most_tokens=32):
+    def __init__(self, tokenizer=None, req_indices=8, blocks=128, eos=(), most_tokens=32):
         self.engine = make_engine(
             drafters=[ChainDrafter("chain")],
             policy=Always(Choice("chain", 3)),
             num_blocks=blocks,
-            max_num_seqs=seats,
+            max_num_seqs=req_indices,
             max_num_batched_tokens=most_tokens,
             eos=eos,
         )
@@ -314,7 +314,7 @@ def test_a_sequence_that_its_text_ends_is_left_out_of_the_step_launched_with_it(
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_pass_that_fails_ends_its_own_requests_with_the_reason_and_nothing_else(early):
-    toy = Early(tokenizer=Letters(), seats=2)
+    toy = Early(tokenizer=Letters(), req_indices=2)
     toy.engine.runs_ahead = early
     toy.fails = {4}
     sequences = [
@@ -360,7 +360,7 @@ def test_a_verdict_that_cannot_be_read_ends_the_requests_of_both_steps():
 
 @pytest.mark.parametrize("why", ["a request waits", "few blocks"])
 def test_a_step_is_published_first_where_that_makes_room(why):
-    toy = Early(seats=1 if why == "a request waits" else 8, blocks=8 if why == "few blocks" else 128)
+    toy = Early(req_indices=1 if why == "a request waits" else 8, blocks=8 if why == "few blocks" else 128)
     names = "abcd" if why == "few blocks" else "ab"
     sequences = run(toy.engine, [(0, name, prompt_of(i, 4), params(max_tokens=4)) for i, name in enumerate(names)])
     for i, name in enumerate(names):

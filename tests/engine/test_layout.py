@@ -128,7 +128,7 @@ def test_tables_grow_and_seats_are_used_again():
         for sequence in sequences[::2]:
             blocks.free(sequence)
         blocks.check(sequences)
-    assert len({sequence.seat for sequence in sequences if sequence.blocks}) == 4
+    assert len({sequence.req_index for sequence in sequences if sequence.blocks}) == 4
 
 
 @pytest.mark.parametrize(("batch", "depth"), [(1, 0), (3, 0), (1, 4), (5, 3), (64, 2)])

@@ -197,7 +197,7 @@ class PairDrafter(TappedDrafter):
         self.cache.k[batch.slots[valid], 0, 1] = batch.positions[valid].float()
         self.cache.v[batch.slots[valid], 0, 0] = batch.tokens[valid].float()
 
-    def draft(self, rows, seats, lengths):
+    def draft(self, rows, req_indices, lengths):
         width = max(row.budget for row in rows)
         tokens, parents = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width).long()
         for at, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):

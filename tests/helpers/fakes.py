@@ -161,7 +161,7 @@ class TapDrafter(TappedDrafter):
             assert self.cache.v[at].unique().tolist() == [sequence.tokens[position]]
             self.checked_slots += 1
 
-    def draft(self, rows, seats, lengths):
+    def draft(self, rows, req_indices, lengths):
         """Nodes with random parents; at the root mostly the token `HashModel` picks, where the host knows the text."""
         width = max(row.budget for row in rows)
         tokens, parents = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))

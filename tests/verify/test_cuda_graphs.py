@@ -80,15 +80,15 @@ def test_plain_steps_of_any_size_are_judged_alike(asked):
     logits = torch.full((ROWS, VOCAB), torch.nan, device=device)
     captured, plain = samplers(device, logits)
     generator, sequences = torch.Generator().manual_seed(3), steps.sequences_of(asked, SEQUENCES)
-    for seat, sequence in enumerate(sequences):
-        sequence.seat = 2 * seat + 1
+    for req_index, sequence in enumerate(sequences):
+        sequence.req_index = 2 * req_index + 1
         captured.joined(sequence)
     for rows in [20, 20, 19, 17, 13, 9, 1, 14, 5, 5, 5, 20]:
         logits[:rows] = 3 * torch.randn(rows, VOCAB, generator=generator).to(device)
         given = sequences[:rows], Draft.empty(rows), logits[:rows], torch.arange(rows)[:, None]
         lengths = np.array([len(sequence.tokens) + 2 for sequence in given[0]])
-        seats = np.array([sequence.seat for sequence in given[0]])
-        one, other = plain.verify(*given, lengths=lengths), captured.verify(*given, lengths=lengths, seats=seats)
+        req_indices = np.array([sequence.req_index for sequence in given[0]])
+        one, other = plain.verify(*given, lengths=lengths), captured.verify(*given, lengths=lengths, req_indices=req_indices)
         assert steps.unlike(one, other) == []
         assert other.packed_rows in (0, rounded(rows))
         logits[:] = torch.nan

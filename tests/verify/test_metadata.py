@@ -53,8 +53,8 @@ def test_a_seat_that_changes_hands_holds_the_parameters_of_its_new_sequence():
         Sequence(name, [1], SamplingParams(temperature=temperature, top_k=3).resolve({}), max_len=9)
         for name, temperature in (("a", 0.5), ("b", 2.0))
     )
-    for seats in ((0, 5), (5, 0), (7, 5)):
-        first.seat, second.seat = seats
+    for req_indices in ((0, 5), (5, 0), (7, 5)):
+        first.req_index, second.req_index = req_indices
         for sequences in ([first, second], [second, first], [second]):
             assert builder.controls(sequences).temperature.tolist() == [one.params.temperature for one in sequences]
             assert builder.draws(sequences).key.tolist() == [one.noise_key for one in sequences]

@@ -162,7 +162,7 @@ class UnreadVerdict:
     rows: Sequence[int]  # row of these tensors for each row of `propose`: those of the drafter
     length: Tensor | None = None  # (B,) these three only where some drafter is on the device
     node_row: Tensor | None = None  # (B,)
-    seat: Tensor | None = None  # (B,)
+    req_index: Tensor | None = None  # (B,)
 
     @property
     def most(self) -> int:

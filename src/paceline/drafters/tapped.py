@@ -36,7 +36,7 @@ CAPACITY = MAX_K + 1  # positions of a sequence in the ring: the most that a ste
 class Committed(NamedTuple):
     """What a step committed of one sequence, on the host."""
 
-    seat: int
+    req_index: int
     length: int  # when the step started
     node_row: int  # of the pass: the first of its draft's nodes; the row before is its last token's
     row: VerdictRow
@@ -49,35 +49,35 @@ class TapRing:
         self.capacity = capacity
         self._states: Tensor | None = None  # (S * R + 1, T, H); the last row takes what is not committed
         self._tokens = torch.empty(0, dtype=torch.int64)  # (S * R + 1,)
-        self._seats = 0
+        self._req_indices = 0
         self._addresses = 0, 0, 0  # of both, and the numbers of a row of states
         self._native = native_ring_store()
 
-    def store(self, unread: UnreadVerdict, taps: Tensor, seats: int) -> None:
-        """Write the taps (M, T, H) of the rows that the pass's verdict commits; seats are below `seats`."""
+    def store(self, unread: UnreadVerdict, taps: Tensor, req_indices: int) -> None:
+        """Write the taps (M, T, H) of the rows that the pass's verdict commits; seats are below `req_indices`."""
         assert unread.length is not None
         assert unread.node_row is not None
-        assert unread.seat is not None
-        states = self._room(taps, seats)
+        assert unread.req_index is not None
+        states = self._room(taps, req_indices)
         step = torch.arange(unread.most, device=taps.device)
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
-        at = unread.seat[:, None] * self.capacity + (unread.length[:, None] - 1 + step) % self.capacity
+        at = unread.req_index[:, None] * self.capacity + (unread.length[:, None] - 1 + step) % self.capacity
         at = torch.where(step <= unread.num_accepted[:, None], at, len(states) - 1).flatten()
         states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # padding copies any row
         self._tokens[at] = unread.tokens.flatten()
 
-    def put(self, seat: int, position: int, taps: Tensor, token: int) -> None:
+    def put(self, req_index: int, position: int, taps: Tensor, token: int) -> None:
         """Write one position of a sequence: its taps (T, H) and the token after it."""
-        states, at = self._room(taps[None], seat + 1), seat * self.capacity + position % self.capacity
+        states, at = self._room(taps[None], req_index + 1), req_index * self.capacity + position % self.capacity
         states[at], self._tokens[at] = taps, token
 
-    def store_on_host(self, committed: Iterable[Committed], taps: Tensor, seats: int) -> None:
+    def store_on_host(self, committed: Iterable[Committed], taps: Tensor, req_indices: int) -> None:
         """The same of rows that the host knows, taps in its memory."""
         stored = array("q")
-        for seat, length, node_row, row in committed:
+        for req_index, length, node_row, row in committed:
             for step, (node, token) in enumerate(zip((-1, *row.path), row.tokens, strict=True)):
-                stored.extend((seat * self.capacity + (length - 1 + step) % self.capacity, node_row + node, token))
-        states = self._room(taps, seats)
+                stored.extend((req_index * self.capacity + (length - 1 + step) % self.capacity, node_row + node, token))
+        states = self._room(taps, req_indices)
         if self._native is not None and taps.dtype is torch.float32 and taps.is_contiguous():
             (to_states, to_tokens, width), (address, size) = self._addresses, stored.buffer_info()
             self._native(to_states, to_tokens, taps.data_ptr(), width, address, size // 3)
@@ -85,10 +85,10 @@ class TapRing:
         places, rows, tokens = torch.tensor(stored).view(-1, 3).unbind(1)
         states[places], self._tokens[places] = taps[rows], tokens
 
-    def load(self, seats: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def load(self, req_indices: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(..., T', H) taps of positions, and (...) the tokens after them."""
         assert self._states is not None
-        at = seats * self.capacity + positions % self.capacity
+        at = req_indices * self.capacity + positions % self.capacity
         return self._states[at].index_select(-2, columns), self._tokens[at]
 
     @property
@@ -97,14 +97,14 @@ class TapRing:
         assert self._states is not None
         return self._states, self._tokens, self.capacity
 
-    def tokens_after(self, seats: Tensor, positions: Tensor) -> Tensor:
-        return self._tokens[seats * self.capacity + positions % self.capacity]
+    def tokens_after(self, req_indices: Tensor, positions: Tensor) -> Tensor:
+        return self._tokens[req_indices * self.capacity + positions % self.capacity]
 
-    def _room(self, taps: Tensor, seats: int) -> Tensor:
-        have = self._seats
-        if self._states is None or seats > have:
-            self._seats = max(seats, 2 * have)
-            size = self._seats * self.capacity + 1
+    def _room(self, taps: Tensor, req_indices: int) -> Tensor:
+        have = self._req_indices
+        if self._states is None or req_indices > have:
+            self._req_indices = max(req_indices, 2 * have)
+            size = self._req_indices * self.capacity + 1
             states = taps.new_zeros(size, *taps.shape[1:])
             tokens = torch.zeros(size, dtype=torch.int64, device=taps.device)
             if self._states is not None:
@@ -164,7 +164,7 @@ class TappedDrafter:
         self._ring = TapRing()
         self.device = torch.device("cpu")
 
-    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
         """Drafts for sequences of these lengths, which are on the device. All their pairs are absorbed."""
         raise NotImplementedError
 
@@ -180,13 +180,13 @@ class TappedDrafter:
         """`columns` of the ring's taps are this drafter's."""
         self._ring, self._columns = ring, torch.tensor(columns, device=self.device)
 
-    def last_taps(self, seats: Tensor, lengths: Tensor) -> Tensor:
+    def last_taps(self, req_indices: Tensor, lengths: Tensor) -> Tensor:
         """(B, T, H) hidden states from which the target picked each sequence's last token."""
-        return self._ring.load(seats, lengths - 2, self._columns)[0]
+        return self._ring.load(req_indices, lengths - 2, self._columns)[0]
 
-    def last_tokens(self, seats: Tensor, lengths: Tensor) -> Tensor:
+    def last_tokens(self, req_indices: Tensor, lengths: Tensor) -> Tensor:
         """(B,) each sequence's last token."""
-        return self._ring.tokens_after(seats, lengths - 2)
+        return self._ring.tokens_after(req_indices, lengths - 2)
 
     def _complete(self, length: int) -> int:
         """Where valid slots end once everything known of a sequence of this length is absorbed."""
@@ -194,12 +194,12 @@ class TappedDrafter:
 
     def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
         sequences = [row.sequence for row in rows]
-        seats, lengths = self._where(sequences, after)
+        req_indices, lengths = self._where(sequences, after)
         if self.kv_layers:
-            self._catch_up(sequences, seats, lengths, 0 if after is None else after.most)
+            self._catch_up(sequences, req_indices, lengths, 0 if after is None else after.most)
         if after is None:
             self._caught_up(sequences)
-        return self.draft(rows, seats, lengths)
+        return self.draft(rows, req_indices, lengths)
 
     def _in_ring(self, sequence: Sequence, unread: int) -> range:
         """Slots of a sequence that are not absorbed yet, and up to `unread` more; without those that the ring no longer
@@ -213,14 +213,14 @@ class TappedDrafter:
         """(B,) seats and committed lengths; with `after`, including what the unread verdict commits."""
         if after is not None:
             assert after.length is not None
-            assert after.seat is not None
+            assert after.req_index is not None
             rows = packed_to(self.device, torch.tensor(after.rows))[0]
-            return after.seat[rows], after.length[rows] + after.num_accepted[rows] + 1
-        columns = torch.tensor([[one.seat for one in sequences], [len(one.tokens) for one in sequences]])
-        seats, lengths = packed_to(self.device, columns)[0]
-        return seats, lengths
+            return after.req_index[rows], after.length[rows] + after.num_accepted[rows] + 1
+        columns = torch.tensor([[one.req_index for one in sequences], [len(one.tokens) for one in sequences]])
+        req_indices, lengths = packed_to(self.device, columns)[0]
+        return req_indices, lengths
 
-    def _catch_up(self, sequences: list[Sequence], seats: Tensor, lengths: Tensor, unread: int) -> None:
+    def _catch_up(self, sequences: list[Sequence], req_indices: Tensor, lengths: Tensor, unread: int) -> None:
         """Absorb all positions in the ring: those the host knows, and up to `unread` more."""
         waiting = [self._in_ring(sequence, unread) for sequence in sequences]
         most = max(map(len, waiting))
@@ -235,7 +235,7 @@ class TappedDrafter:
         end, tables = packed_to(self.device, torch.tensor(ends), tables)
         at = end[:, None] + torch.arange(most, device=self.device)  # t + 1 for pairs, else t
         position = at - self._shift
-        taps, tokens = self._ring.load(seats[:, None], position, self._columns)
+        taps, tokens = self._ring.load(req_indices[:, None], position, self._columns)
         slots = tables.gather(1, (at // self._block_size).clamp_max(width - 1)) * self._block_size
         slots = torch.where(position < lengths[:, None] - 1, slots + at % self._block_size, -1)
         parts = taps.flatten(0, 1), tokens.flatten(), position.flatten(), slots.flatten()
@@ -245,8 +245,8 @@ class TappedDrafter:
         at = np.concatenate([np.arange(each.start, each.stop) for each in waiting])
         owner = np.arange(len(sequences)).repeat([len(each) for each in waiting])
         position = at - self._shift
-        seats = torch.from_numpy(np.array([one.seat for one in sequences])[owner])
-        taps, tokens = self._ring.load(seats, torch.from_numpy(position), self._columns)
+        req_indices = torch.from_numpy(np.array([one.req_index for one in sequences])[owner])
+        taps, tokens = self._ring.load(req_indices, torch.from_numpy(position), self._columns)
         slots = np.concatenate([self._slots_in(*each) for each in zip(sequences, waiting, strict=True)])
         numbers = torch.from_numpy(position), torch.from_numpy(slots)
         self.absorb(TapBatch(taps, tokens, *numbers, max(each.stop for each in waiting)))

@@ -41,7 +41,7 @@ class Batch:
         count: Ints,
         samples: Bools,
         tables: Tables,
-        seats: Ints,
+        req_indices: Ints,
         *,
         drafts: dict[int, tuple[str, int]] | None = None,
         behind: Ints | None = None,
@@ -55,17 +55,17 @@ class Batch:
         self.num_tokens = sum(count.tolist()) + self.num_drafted  # of the target pass at the most
         self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(sequences)
-        self.seats = seats
+        self.req_indices = req_indices
         self.filled: list[int] = []  # rows that fill a block of the cache
         self.changes = -1  # the scheduler's count of sequences that joined or left, when it was made
 
     @staticmethod
     def of(rows: SequenceOf[Row], tables: Tables = NO_TABLES) -> Batch:
         first, count = np.array([row.first for row in rows], np.int64), np.array([row.count for row in rows], np.int64)
-        seats = np.array([row.sequence.seat for row in rows], np.int64)
+        req_indices = np.array([row.sequence.req_index for row in rows], np.int64)
         samples = np.array([row.samples for row in rows], np.bool_)
         drafts = {index: (row.method, row.budget) for index, row in enumerate(rows) if row.budget}
-        return Batch([row.sequence for row in rows], first, count, samples, tables, seats, drafts=drafts)
+        return Batch([row.sequence for row in rows], first, count, samples, tables, req_indices, drafts=drafts)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -93,8 +93,8 @@ class Batch:
         return self.sequences if self.all_sample else [self.sequences[index] for index in self.sampling]
 
     @property
-    def sampled_seats(self) -> Ints:
-        return self.seats if self.all_sample else self.seats[self.sampling]
+    def sampled_req_indices(self) -> Ints:
+        return self.req_indices if self.all_sample else self.req_indices[self.sampling]
 
     @property
     def chunks(self) -> list[int]:

@@ -34,7 +34,7 @@ class BlockManager:
         self._marks: list[frozenset[str]] = [frozenset()] * num_blocks
         self._chain: dict[str, list[bytes]] = {}  # per sequence: the hashes of its full committed blocks
         self._tables: Tables = np.full((1, 8), -1, np.int32)  # by seat; both sides double when they must
-        self._seats = [0]  # free ones
+        self._req_indices = [0]  # free ones
 
     @property
     def num_free(self) -> int:
@@ -61,24 +61,24 @@ class BlockManager:
         """Take back blocks beyond `num_tokens`: room reserved for drafts that were not accepted."""
         while len(sequence.blocks) > self.blocks_for(num_tokens):
             self._release((sequence.blocks.pop(),))
-            self._tables[sequence.seat, len(sequence.blocks)] = -1
+            self._tables[sequence.req_index, len(sequence.blocks)] = -1
 
     def tables(self, sequences: SequenceOf[Sequence]) -> Tables:
         """(S, W) the block ids of sequences that hold some, -1 beyond a sequence's end."""
         width = max([len(sequence.blocks) for sequence in sequences], default=0)
-        return self.tables_at(np.array([sequence.seat for sequence in sequences], np.int64), width)
+        return self.tables_at(np.array([sequence.req_index for sequence in sequences], np.int64), width)
 
-    def tables_at(self, seats: Ints, width: int) -> Tables:
-        return self._tables[:, :width].take(seats, 0)
+    def tables_at(self, req_indices: Ints, width: int) -> Tables:
+        return self._tables[:, :width].take(req_indices, 0)
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks, the last first, so that a shared beginning is evicted last."""
         self._release(reversed(sequence.blocks))
         sequence.blocks.clear()
-        if sequence.seat >= 0:
-            self._tables[sequence.seat] = -1
-            self._seats.append(sequence.seat)
-            sequence.seat = -1
+        if sequence.req_index >= 0:
+            self._tables[sequence.req_index] = -1
+            self._req_indices.append(sequence.req_index)
+            sequence.req_index = -1
         self._chain.pop(sequence.key, None)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
@@ -159,22 +159,22 @@ class BlockManager:
         assert all((count == 0) == (block in self._free) for block, count in enumerate(held))
         assert all(self._hash[block] == key for key, block in self._published.items())
         for sequence in sequences:
-            row = [] if sequence.seat < 0 else self._tables[sequence.seat].tolist()
+            row = [] if sequence.req_index < 0 else self._tables[sequence.req_index].tolist()
             assert row == sequence.blocks + [-1] * (len(row) - len(sequence.blocks)), "a table is not what is held"
 
     def _write_table(self, sequence: Sequence, changed: int) -> None:
         """Copy the sequence's block ids from index `changed` on into its row of the tables, and first assign one."""
         while len(sequence.blocks) > self._tables.shape[1]:
             self._tables = np.pad(self._tables, ((0, 0), (0, self._tables.shape[1])), constant_values=-1)
-        if sequence.seat < 0:
-            if not self._seats:
-                self._seats = list(range(len(self._tables), 2 * len(self._tables)))
+        if sequence.req_index < 0:
+            if not self._req_indices:
+                self._req_indices = list(range(len(self._tables), 2 * len(self._tables)))
                 self._tables = np.pad(self._tables, ((0, len(self._tables)), (0, 0)), constant_values=-1)
-            sequence.seat = self._seats.pop()
+            sequence.req_index = self._req_indices.pop()
         if changed == len(sequence.blocks) - 1:  # mostly
-            self._tables[sequence.seat, changed] = sequence.blocks[-1]
+            self._tables[sequence.req_index, changed] = sequence.blocks[-1]
         else:
-            self._tables[sequence.seat, changed : len(sequence.blocks)] = sequence.blocks[changed:]
+            self._tables[sequence.req_index, changed : len(sequence.blocks)] = sequence.blocks[changed:]
 
     def _release(self, blocks: Iterable[int]) -> None:
         references, free, hashes, unmarked = self._references, self._free, self._hash, frozenset[str]()

@@ -252,20 +252,20 @@ class DrafterSet:
             tokens, last = row.sequence.tokens, row.first + row.count - 1
             if not row.samples and last == len(tokens) - 2 and len(tokens) > row.sequence.num_prompt:
                 # Computed anew but for its last token: the next step may draft, and no verdict tells the ring of it.
-                self._ring.put(row.sequence.seat, last, taps[int(layout.begin[index]) + row.count - 1], tokens[-1])
+                self._ring.put(row.sequence.req_index, last, taps[int(layout.begin[index]) + row.count - 1], tokens[-1])
         working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
         for drafter in working if chunks else ():
             self._safely(drafter, drafter.read_chunks, chunks, taps)
         if verdict is not None:
             sequences = batch.sampled_sequences
-            seats = [sequence.seat for sequence in sequences]
+            req_indices = [sequence.req_index for sequence in sequences]
             for drafter in working:
                 self._safely(drafter, drafter.before_store, sequences, flight.draft.max_depth + 1)
             if taps.is_cpu:
                 numbers = batch.sampled_lengths.tolist(), layout.node_rows.tolist()
-                self._ring.store_on_host(map(Committed, seats, *numbers, verdict.rows), taps, 1 + max(seats))
+                self._ring.store_on_host(map(Committed, req_indices, *numbers, verdict.rows), taps, 1 + max(req_indices))
             elif flight.unread is not None:
-                self._ring.store(flight.unread, taps, 1 + max(seats))
+                self._ring.store(flight.unread, taps, 1 + max(req_indices))
 
     def landed(self, batch: Batch, sequences: SequenceOf[Sequence]) -> None:
         """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used.

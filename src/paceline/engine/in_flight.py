@@ -107,9 +107,9 @@ class Flight:
         of = UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=range(len(batch.sampling)))
         if not self.begins:
             return of
-        columns = batch.sampled_lengths, self.layout.node_rows, batch.sampled_seats
-        length, node_row, seat = packed_to(tokens.device, *(torch.from_numpy(column) for column in columns))
-        return replace(of, length=length, node_row=node_row, seat=seat)
+        columns = batch.sampled_lengths, self.layout.node_rows, batch.sampled_req_indices
+        length, node_row, req_index = packed_to(tokens.device, *(torch.from_numpy(column) for column in columns))
+        return replace(of, length=length, node_row=node_row, req_index=req_index)
 
     @property
     def over(self) -> bool:

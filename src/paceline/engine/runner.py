@@ -79,7 +79,7 @@ class Runner:
                 layout.logit_row_of,
                 only_chains=not layout.is_tree,
                 lengths=batch.sampled_lengths,
-                seats=batch.sampled_seats,
+                req_indices=batch.sampled_req_indices,
             )
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
             if layout.is_tree and verdict.moves:

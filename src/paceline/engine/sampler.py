@@ -45,7 +45,7 @@ class Sampler:
 
     def joined(self, sequence: Sequence) -> None:
         """Keep the parameters of a sequence at its seat: from here on `verify` needs the seat alone."""
-        self._builder.columns.fill(sequence.seat, sequence)
+        self._builder.columns.fill(sequence.req_index, sequence)
 
     def left(self, sequence: Sequence) -> None:
         """The next sequence that has the seat overwrites it."""
@@ -59,21 +59,21 @@ class Sampler:
         *,
         only_chains: bool = False,
         lengths: Ints | None = None,
-        seats: Ints | None = None,
+        req_indices: Ints | None = None,
     ) -> Verdict:
         """`row_of` (B, N + 1): the row of logits of the last token (0) and of each node (i + 1); they lie in order.
 
         `row_of` and the draft's `num_nodes` lie on the host; its tokens and trees may lie on the device. `lengths` of
-        the sequences, where they have tokens that the host has not read. `seats` of sequences that were admitted.
+        the sequences, where they have tokens that the host has not read. `req_indices` of sequences that were admitted.
         """
         draft = draft.placed(self._device)
         if self._on_host and self.shortcut and draft.q is None and not self._graphs.enabled:
-            samplers = self._builder.samplers(sequences, seats)
+            samplers = self._builder.samplers(sequences, req_indices)
             if samplers is not None:
                 committed = [len(one.tokens) for one in sequences] if lengths is None else lengths.tolist()
                 row_by_slot = draft.trees.logit_rows  # `row_of`
                 return walk_on_host(draft, logits, row_by_slot, draft.max_depth, samplers, committed, self._native)
-        params, compiled = self._builder.params(sequences, lengths, seats), self._compiled.count
+        params, compiled = self._builder.params(sequences, lengths, req_indices), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
         key = self._graphs.key(params.form, draft, logits, only_chains) if self.shortcut else None
         if key is None:

@@ -120,7 +120,7 @@ class Scheduler:
             self._admit()  # not in a step that had to preempt: the newcomer would be next
         rows = list(self._rows.values())
         batch, size = Batch.of(rows), self.blocks.block_size
-        batch.tables = self.blocks.tables_at(batch.seats, max([len(row.sequence.blocks) for row in rows], default=0))
+        batch.tables = self.blocks.tables_at(batch.req_indices, max([len(row.sequence.blocks) for row in rows], default=0))
         filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
         return self._made(batch, filled)
 
@@ -168,19 +168,19 @@ class Scheduler:
             return None
         for sequence, end in short:
             self.blocks.allocate(sequence, end)
-        seats = batch.seats[kept]
+        req_indices = batch.req_indices[kept]
         self._begin(int(count.sum()))
         self._admit()
         if self._rows:
             newcomers = Batch.of(list(self._rows.values()))
             sequences = [*sequences, *newcomers.sequences]
             first, count = np.append(first, newcomers.first), np.append(count, newcomers.count)
-            samples, seats = np.append(samples, newcomers.samples), np.append(seats, newcomers.seats)
+            samples, req_indices = np.append(samples, newcomers.samples), np.append(req_indices, newcomers.req_indices)
             behind = np.append(behind, np.full(len(newcomers), -1))
         width = self.blocks.blocks_for(int((first + count).max()))
-        tables = self.blocks.tables_at(seats, width)
+        tables = self.blocks.tables_at(req_indices, width)
         filled = np.flatnonzero(first % size + count >= size).tolist()
-        return self._made(Batch(sequences, first, count, samples, tables, seats, behind=behind), filled)
+        return self._made(Batch(sequences, first, count, samples, tables, req_indices, behind=behind), filled)
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a step under way that may draft as far again behind it by one of these methods: (row, nodes).

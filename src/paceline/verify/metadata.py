@@ -1,6 +1,6 @@
 """From the parameters of sequences to the input tensors of verification; drafters that sample use the same for their q.
 
-Parameters that do not change lie in columns by seat (`Sequence.seat`, the small integer of a running sequence), filled
+Parameters that do not change lie in columns by seat (`Sequence.req_index`, the small integer of a running sequence), filled
 in once when the sequence gets its seat; a step gathers them by the seats of its rows, in one operation. Only lengths,
 and the histories of penalties and bad words, are new each step.
 """
@@ -43,16 +43,16 @@ class Columns:
         self._owners: list[Sequence | None] = [None]
         self._plain: list[TokenSampler | None] = [None]  # None: not by drawing alone
 
-    def fill(self, seat: int, sequence: Sequence) -> None:
+    def fill(self, req_index: int, sequence: Sequence) -> None:
         """Once for each sequence that gets the seat."""
-        if seat >= len(self._owners):
-            more = max(seat + 1, 2 * len(self._owners)) - len(self._owners)
+        if req_index >= len(self._owners):
+            more = max(req_index + 1, 2 * len(self._owners)) - len(self._owners)
             self._ints = np.pad(self._ints, ((0, 0), (0, more)))
             self._owners += [None] * more
             self._plain += [None] * more
-        self._owners[seat] = sequence
+        self._owners[req_index] = sequence
         p = sequence.params
-        ints, floats = self._ints[:, seat], self._ints.view(np.float64)[:, seat]
+        ints, floats = self._ints[:, req_index], self._ints.view(np.float64)[:, req_index]
         temperature, top_k = p.temperature or 0.0, min(max(p.top_k or 0, 0), MOST_TOP_K)
         top_p, min_p = 1.0 if p.top_p is None else p.top_p, p.min_p or 0.0
         ints[KEY] = sequence.noise_key
@@ -67,29 +67,29 @@ class Columns:
         ints[EXTRA] = extra = sum(1 << bit for bit, one in enumerate(asked) if one)
         filters = top_k, top_p, float(np.float32(min_p))
         sampler = TokenSampler(temperature, sequence.noise_key, p.seed is not None and not p.greedy, *filters)
-        self._plain[seat] = None if extra & ~MIN_TOKENS else sampler
+        self._plain[req_index] = None if extra & ~MIN_TOKENS else sampler
 
-    def samplers(self, sequences: SequenceOf[Sequence], seats: Iterable[int]) -> list[TokenSampler] | None:
+    def samplers(self, sequences: SequenceOf[Sequence], req_indices: Iterable[int]) -> list[TokenSampler] | None:
         """How the sequences of these seats draw; None where one asks for more, such as changed logits or logprobs."""
         found: list[TokenSampler] = []
-        for sequence, seat in zip(sequences, seats, strict=True):
-            sampler = self._plain[seat]
+        for sequence, req_index in zip(sequences, req_indices, strict=True):
+            sampler = self._plain[req_index]
             if sampler is None or len(sequence.tokens) - sequence.num_prompt < sequence.params.min_tokens:
                 return None
             found.append(sampler)
         return found
 
-    def seats(self, sequences: SequenceOf[Sequence]) -> Ints:
+    def req_indices(self, sequences: SequenceOf[Sequence]) -> Ints:
         """The seats of the sequences; columns of new sequences are filled in."""
         for sequence in sequences:
-            seat = sequence.seat
-            if seat >= len(self._owners) or self._owners[seat] is not sequence:
-                self.fill(seat, sequence)
-        return np.array([sequence.seat for sequence in sequences], np.int64)
+            req_index = sequence.req_index
+            if req_index >= len(self._owners) or self._owners[req_index] is not sequence:
+                self.fill(req_index, sequence)
+        return np.array([sequence.req_index for sequence in sequences], np.int64)
 
-    def take(self, seats: Ints) -> Ints:
+    def take(self, req_indices: Ints) -> Ints:
         """(8, B)"""
-        return self._ints.take(seats, 1)
+        return self._ints.take(req_indices, 1)
 
 
 class StepParams(NamedTuple):
@@ -144,29 +144,29 @@ class ControlsBuilder:
         self._masks: dict[int, _Allowed] = {}
 
     def params(
-        self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, seats: Ints | None = None
+        self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, req_indices: Ints | None = None
     ) -> StepParams:
-        """`lengths`: given where sequences have tokens that the host has not read. `seats`: given if every sequence was
+        """`lengths`: given where sequences have tokens that the host has not read. `req_indices`: given if every sequence was
         `fill`ed in, so that none need be checked."""
-        if seats is None and any(sequence.seat < 0 for sequence in sequences):  # outside of an engine
+        if req_indices is None and any(sequence.req_index < 0 for sequence in sequences):  # outside of an engine
             columns = Columns()
-            for seat, sequence in enumerate(sequences):
-                columns.fill(seat, sequence)
+            for req_index, sequence in enumerate(sequences):
+                columns.fill(req_index, sequence)
             taken = columns.take(np.arange(len(sequences)))
         else:
-            taken = self.columns.take(self.columns.seats(sequences) if seats is None else seats)
+            taken = self.columns.take(self.columns.req_indices(sequences) if req_indices is None else req_indices)
         if lengths is None:
             lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         form, extra = (int(part.reduce(taken[row])) for part, row in ((np.maximum, FORM), (np.bitwise_or, EXTRA)))
         return StepParams(sequences, taken, lengths, Form(form), extra)
 
-    def samplers(self, sequences: SequenceOf[Sequence], seats: Ints | None) -> list[TokenSampler] | None:
-        """For the walk on the host; None where it does not serve. `seats` as in `params`."""
-        if seats is not None:
-            return self.columns.samplers(sequences, seats.tolist())
+    def samplers(self, sequences: SequenceOf[Sequence], req_indices: Ints | None) -> list[TokenSampler] | None:
+        """For the walk on the host; None where it does not serve. `req_indices` as in `params`."""
+        if req_indices is not None:
+            return self.columns.samplers(sequences, req_indices.tolist())
         columns = Columns()
-        for seat, sequence in enumerate(sequences):
-            columns.fill(seat, sequence)
+        for req_index, sequence in enumerate(sequences):
+            columns.fill(req_index, sequence)
         return columns.samplers(sequences, range(len(sequences)))
 
     def controls(self, sequences: SequenceOf[Sequence]) -> Controls:

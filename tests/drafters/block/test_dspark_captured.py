@@ -66,18 +66,18 @@ def scene(kernels, recorder, lengths, monkeypatch):
     drafter.bind_taps(ring, [2, 0])
     sequences = []
     generator = torch.Generator().manual_seed(4)
-    for seat, length in enumerate(lengths):
+    for req_index, length in enumerate(lengths):
         tokens = torch.randint(0, CONFIG.vocab_size, (length,), generator=generator)
-        sequence = Sequence(str(seat), tokens.tolist(), params(max_tokens=9), max_len=100)
-        sequence.seat, sequence.blocks = seat, [3 * seat + 2, 3 * seat, 3 * seat + 1][: -(-(length + 6) // BLOCK)]
+        sequence = Sequence(str(req_index), tokens.tolist(), params(max_tokens=9), max_len=100)
+        sequence.req_index, sequence.blocks = req_index, [3 * req_index + 2, 3 * req_index, 3 * req_index + 1][: -(-(length + 6) // BLOCK)]
         drafter.admit(sequence, 0, 0)
         taps = torch.randn(length - 1, 3, CONFIG.hidden_size, generator=generator)
         for at in range(length - 1):
             nothing = torch.zeros(1, 0, dtype=torch.int64)
-            one = torch.tensor([seat])
+            one = torch.tensor([req_index])
             after = UnreadVerdict(
                 tokens=tokens[None, at + 1 : at + 2], num_accepted=one * 0, path=nothing, rows=[0],
-                length=one * 0 + at + 1, node_row=one * 0 + 1, seat=one,
+                length=one * 0 + at + 1, node_row=one * 0 + 1, req_index=one,
             )  # fmt: skip
             ring.store(after, taps[at : at + 1], len(lengths))
         sequences.append(sequence)

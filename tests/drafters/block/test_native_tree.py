@@ -62,7 +62,7 @@ class Scene:
         tokens = torch.zeros(len(anchors) * capacity + 1, dtype=torch.int64)
         tokens[torch.arange(len(anchors)) * capacity + length - 2] = anchors
         self.blocks.bind(self.stack, self.columns, (torch.zeros(len(tokens), 1, 1), tokens, capacity))
-        rows = [BlockRow(seat, length, 0, 0, 0, 32) for seat in range(len(anchors))]
+        rows = [BlockRow(req_index, length, 0, 0, 0, 32) for req_index in range(len(anchors))]
         asked = [DraftRow(None, nodes, least)] * len(rows)
         return map(torch.from_numpy, self.blocks.draft(rows, [[2, 3]] * len(rows), asked, nodes))
 

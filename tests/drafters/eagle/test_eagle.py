@@ -79,9 +79,9 @@ class Spy:
         self.calls = []
         draft, sequences = drafter.draft, []
 
-        def drafting(rows, seats, lengths):
+        def drafting(rows, req_indices, lengths):
             sequences[:] = [list(row.sequence.tokens) for row in rows]
-            return draft(rows, seats, lengths)
+            return draft(rows, req_indices, lengths)
 
         def growing(logits, features, budgets, shape, expand, translate):
             levels = []

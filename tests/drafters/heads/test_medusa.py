@@ -47,7 +47,7 @@ def module_of(head):
 
 
 def drafted(drafter, hidden, budgets):
-    drafter.last_taps = lambda seats, lengths: hidden[:, None]
+    drafter.last_taps = lambda req_indices, lengths: hidden[:, None]
     nothing = torch.zeros(len(budgets), dtype=torch.int64)
     return drafter.draft([DraftRow(None, budget) for budget in budgets], nothing, nothing)
 

@@ -201,9 +201,9 @@ class DSparkDrafter(TappedDrafter):
         if self._native is None or not width:
             return super().propose(rows, after)
         sequences, given = [row.sequence for row in rows], []
-        for sequence, seat, length in zip(sequences, *self._places(sequences, after), strict=True):
+        for sequence, req_index, length in zip(sequences, *self._places(sequences, after), strict=True):
             waiting = self._in_ring(sequence, length - len(sequence.tokens))
-            given.append(BlockRow(seat, length, waiting.start, waiting.stop, *self._keys(sequence)))
+            given.append(BlockRow(req_index, length, waiting.start, waiting.stop, *self._keys(sequence)))
         stack = self._decoder.stack(self._caches, max([row.end for row in given]))
         assert isinstance(stack, NativeStack)
         self._native.bind(stack, self._columns, self._ring.stored)
@@ -215,17 +215,17 @@ class DSparkDrafter(TappedDrafter):
     def _places(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[list[int], list[int]]:
         """Seats and lengths, which on a CPU the host knows."""
         if after is None:
-            return [one.seat for one in sequences], [len(one.tokens) for one in sequences]
-        seats, lengths = self._where(sequences, after)
-        return seats.tolist(), lengths.tolist()
+            return [one.req_index for one in sequences], [len(one.tokens) for one in sequences]
+        req_indices, lengths = self._where(sequences, after)
+        return req_indices.tolist(), lengths.tolist()
 
     @torch.inference_mode()
-    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
         assert self._passes is not None, "bind comes first"
         width = min(max(row.budget for row in rows), self._most)
         if not width:
             return Draft.empty(len(rows))
-        return self._shaped(rows, *self._passes.run(self._rows(rows, seats, lengths), width))
+        return self._shaped(rows, *self._passes.run(self._rows(rows, req_indices, lengths), width))
 
     def _counts(self, rows: SequenceOf[DraftRow]) -> list[int]:
         return [min(row.budget, self._most) for row in rows]
@@ -244,11 +244,11 @@ class DSparkDrafter(TappedDrafter):
     def _on_host(self, rows: SequenceOf[DraftRow], found: Ints, scores: Floats) -> Draft:
         return _drafts(found, likely_nodes(scores, rows, self._counts(rows)), self._bound)
 
-    def _rows(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> BlockRows:
+    def _rows(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
         starts, ends = [first * self._block_size for first, _ in keys], [end for _, end in keys]
         tables = [row.sequence.blocks[first:] for row, (first, _) in zip(rows, keys, strict=True)]
-        return BlockRows(self.last_tokens(seats, lengths), lengths, starts, ends, tables)
+        return BlockRows(self.last_tokens(req_indices, lengths), lengths, starts, ends, tables)
 
     def _keys(self, sequence: Sequence) -> tuple[int, int]:
         """The first block of a sequence whose keys are seen, and the positions that its blocks have slots for. Blocks

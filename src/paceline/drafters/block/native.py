@@ -59,7 +59,7 @@ class DraftingView(ctypes.Structure):
 class BlockRow(NamedTuple):
     """A sequence to draft for, as native code reads it."""
 
-    seat: int
+    req_index: int
     length: int
     absorb_from: int  # positions whose hidden states are absorbed
     absorb_to: int

@@ -142,14 +142,14 @@ class EagleDrafter(TappedDrafter):
         self._layer.store(batch.tokens, self._layer.fuse(batch.taps), plan, self._cache)
 
     @torch.inference_mode()
-    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
         most = max((row.budget for row in rows), default=0)
         if not most:
             return Draft.empty(len(rows))
         nodes = next((count for count in NODES if count >= most), most) if self._graphs else most
         shape = self._shape(nodes)
         counts = [shape.most(row.budget) for row in rows]
-        proposed = self._proposed(self._inputs(rows, seats, lengths), shape)
+        proposed = self._proposed(self._inputs(rows, req_indices, lengths), shape)
         if proposed.scores.is_cpu:  # a device's are not waited for
             counts = likely_nodes(proposed.scores.numpy(), rows, counts)
         width = max(counts)
@@ -159,8 +159,8 @@ class EagleDrafter(TappedDrafter):
     def _shape(self, nodes: int) -> TreeShape:
         return TreeShape.of(nodes, self._layer.config.vocab, self.top_k)
 
-    def _inputs(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Inputs:
-        taps, tokens = self._ring.load(seats, lengths - 2, self._columns)
+    def _inputs(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Inputs:
+        taps, tokens = self._ring.load(req_indices, lengths - 2, self._columns)
         sequences = [row.sequence for row in rows]
         width = max(len(one.blocks) for one in sequences)
         if self._kernels.captures:  # few widths, so that few divisions of the work occur

@@ -150,14 +150,14 @@ class MedusaDrafter(TappedDrafter):
             log.warning("Medusa heads cannot be captured, and run kernel by kernel: %s", reason)
 
     @torch.inference_mode()
-    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
         tree = self._tree
         counts = np.minimum(np.array([row.budget for row in rows], np.int64), len(tree.parents))
         width = int(counts.max(initial=0))
         if not width:
             return Draft.empty(len(rows))
         used, depth, choice = np.arange(width) < counts[:, None], int(tree.depth[:width].max()), self._choice[:width]
-        hidden = self.last_taps(seats, lengths)[:, 0]
+        hidden = self.last_taps(req_indices, lengths)[:, 0]
         tokens = [self._ranked(part, depth)[:, choice] for part in torch.split(hidden, MOST_ROWS)]
         return Draft(
             tokens=tokens[0] if len(tokens) == 1 else torch.cat(tokens),
