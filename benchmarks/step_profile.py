@@ -27,7 +27,7 @@ from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.engine.batch import StepOutputs
 from paceline.engine.commit import Landed
 from paceline.engine.engine import Engine
-from paceline.engine.in_flight import Flight
+from paceline.engine.in_flight import InFlightStep
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVSpec, LayerCache
@@ -112,7 +112,7 @@ def watched(engine: Engine) -> list[float]:
     assert isinstance(model, InstantModel)
     read_at = 0.0
 
-    def reading(flight: Flight) -> Landed:
+    def reading(flight: InFlightStep) -> Landed:
         nonlocal read_at
         read_at = time.perf_counter()
         return read(flight)

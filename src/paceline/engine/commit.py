@@ -14,7 +14,7 @@ import numpy as np
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, DraftOutcome, StepResult
 from paceline.engine.drafter_set import DrafterSet
-from paceline.engine.in_flight import Flight
+from paceline.engine.in_flight import InFlightStep
 from paceline.engine.scheduler import Scheduler
 from paceline.text.stop_strings import OutputText
 
@@ -42,7 +42,7 @@ class Committer:
         self._watched.pop(sequence.key, None)
         self._texts.pop(sequence.key, None)
 
-    def read(self, flight: Flight) -> StepResult:
+    def read(self, flight: InFlightStep) -> StepResult:
         """Wait for the verdict and append what it commits; the one device-to-host copy of the step."""
         batch, result = flight.batch, StepResult()
         finished = Status.FINISHED
@@ -79,7 +79,7 @@ class Committer:
         return result
 
     @staticmethod
-    def _add_drafts(flight: Flight, result: StepResult, accepted_of: list[int]) -> None:
+    def _add_drafts(flight: InFlightStep, result: StepResult, accepted_of: list[int]) -> None:
         reading, layout, drafts, rows = flight.reading, flight.layout, flight.batch.drafts, result.rows
         assert reading is not None
         sampling, nodes, depths = flight.batch.sampling.tolist(), layout.num_nodes.tolist(), layout.depths.tolist()
@@ -90,7 +90,7 @@ class Committer:
         result.kinds = lambda at: reading.kinds(rows[at])
         result.paths = lambda at: reading.path(rows[at], accepted_of[rows[at]])
 
-    def publish(self, flight: Flight, result: StepResult) -> None:
+    def publish(self, flight: InFlightStep, result: StepResult) -> None:
         """Work out the rest of a step that was read; sequences that have ended leave."""
         if flight.prompts is not None:
             flight.prompts.hand_out()
@@ -116,7 +116,7 @@ class Committer:
         sequences = [batch.sequences[index] for index in sorted({*batch.filled, *batch.drafts})]
         return [sequence for sequence in sequences if not sequence.finished]
 
-    def _look_closer(self, flight: Flight, result: StepResult, at: int, sequence: Sequence) -> None:
+    def _look_closer(self, flight: InFlightStep, result: StepResult, at: int, sequence: Sequence) -> None:
         reading = flight.reading
         if sequence.params.stop and result.tokens[at]:
             try:

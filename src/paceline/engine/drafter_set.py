@@ -26,7 +26,7 @@ from paceline.drafters.base import DeviceDrafter, HostDrafter, Judged
 from paceline.drafters.tapped import Chunk, Committed, TapRing
 from paceline.engine.batch import Batch
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.in_flight import Flight
+from paceline.engine.in_flight import InFlightStep
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.platform.device_timer import Stopwatch
 
@@ -240,7 +240,7 @@ class DrafterSet:
         level = logging.DEBUG if again else logging.WARNING
         log.log(level, "drafter %s failed, decoding plainly where it does: %r", drafter.name, problem)
 
-    def gather(self, flight: Flight, taps: Tensor) -> None:
+    def gather(self, flight: InFlightStep, taps: Tensor) -> None:
         """Behind a launched pass: keep the taps of committed positions, and absorb those of prompts at once."""
         batch, layout, verdict = flight.batch, flight.layout, flight.verdict
         chunks: list[Chunk] = []

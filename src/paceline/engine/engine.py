@@ -24,7 +24,7 @@ from paceline.engine.batch import EngineStats, StepResult
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafter_set import DrafterSet
-from paceline.engine.in_flight import Flight
+from paceline.engine.in_flight import InFlightStep
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.engine.policy.interface import Policy
 from paceline.engine.runner import Runner
@@ -90,7 +90,7 @@ class Engine:
         self.runs_ahead = model.device.type != "cpu"  # a CPU computes when it is asked: there is nothing to hide
         self._at_work, self._no_collection = False, NoCollection()
         self._requests: dict[str, list[Sequence]] = {}
-        self._flight: Flight | None = None  # launched by the step before
+        self._flight: InFlightStep | None = None  # launched by the step before
         self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
 
     @contextmanager
@@ -131,7 +131,7 @@ class Engine:
             self.clock.finish()
             return self._with_failed(result)
 
-    def _take_in_flight(self) -> Flight | None:
+    def _take_in_flight(self) -> InFlightStep | None:
         """Return the step that the last call launched, unless all its sequences have ended since."""
         flight, self._flight = self._flight, None
         if flight is None or all(sequence.finished for sequence in flight.sequences):
@@ -139,7 +139,7 @@ class Engine:
         self.clock.start_behind(flight)
         return flight
 
-    def _launch(self) -> Flight | None:
+    def _launch(self) -> InFlightStep | None:
         """Launch a step whose tokens are all known: decodes with their drafts, prompt chunks, newcomers."""
         batch = self.scheduler.schedule()
         if not len(batch):
@@ -150,7 +150,7 @@ class Engine:
             self._lost = batch.sequences, memory_advice(problem)
             return None
 
-    def _launch_ahead(self, flight: Flight) -> Flight | None:
+    def _launch_ahead(self, flight: InFlightStep) -> InFlightStep | None:
         """Launch the step behind one that is not read, or else the drafts for it. Tokens are taken from the unread
         verdict on the device."""
         batch = self.scheduler.schedule_behind(flight.batch)
@@ -165,7 +165,7 @@ class Engine:
             log.warning("a pass could not be launched ahead: %r", problem)
             return None
 
-    def _read(self, flight: Flight, ahead: Flight | None) -> StepResult | None:
+    def _read(self, flight: InFlightStep, ahead: InFlightStep | None) -> StepResult | None:
         """Read a step and learn its time; None where the device failed: then neither it nor the step ahead counts."""
         try:
             result = self.committer.read(flight)

@@ -1,4 +1,4 @@
-"""A step under way (`Flight`), and its verdict on the way to the host (`Reading`)."""
+"""A step under way (`InFlightStep`), and its verdict on the way to the host (`Reading`)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Reading:
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A step under way. Reading its verdict is the step's one copy from the device."""
 
     batch: Batch

@@ -14,7 +14,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.engine.batch import Batch
 from paceline.engine.drafter_set import DrafterSet
-from paceline.engine.in_flight import Flight, Reading
+from paceline.engine.in_flight import InFlightStep, Reading
 from paceline.engine.layout import filled_in, lay_out
 from paceline.engine.policy.interface import DEEPEST
 from paceline.engine.prompt_logprobs import look_at_prompts, moved_to_front, rows_with_logits
@@ -53,7 +53,7 @@ class Runner:
         graphs = getattr(self.model, "graphs", None)
         return self.sampler.captured_late + (0 if graphs is None else graphs.captured_late)
 
-    def launch(self, batch: Batch, draft: Draft, after: Flight | None = None) -> Flight:
+    def launch(self, batch: Batch, draft: Draft, after: InFlightStep | None = None) -> InFlightStep:
         """`after`: rows of the batch take tokens from its unread verdict."""
         draft = self._soundly(draft)
         layout = lay_out(batch, draft, self.cache.block_size)
@@ -86,7 +86,7 @@ class Runner:
                 # The slots are still the sequences' own, also of those that end here.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
         begins = output.taps is not None or bool(self.drafters.begins)
-        flight = Flight(batch, layout, draft, verdict, reading, model_s, warm, after is not None, prompts, begins)
+        flight = InFlightStep(batch, layout, draft, verdict, reading, model_s, warm, after is not None, prompts, begins)
         if output.taps is not None:
             self.drafters.gather(flight, output.taps)
         return flight

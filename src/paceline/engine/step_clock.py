@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, StepResult, StepTiming
-from paceline.engine.in_flight import Flight
+from paceline.engine.in_flight import InFlightStep
 
 AWAY_SHARE = 0.1  # of a step's time between two calls of `step`: above it the device's time is unknown
 
@@ -24,7 +24,7 @@ class StepClock:
         """Begin a step that the host launches now."""
         self._started = time.perf_counter()
 
-    def start_behind(self, flight: Flight) -> None:
+    def start_behind(self, flight: InFlightStep) -> None:
         """Begin a step that was launched by the one before: the device started when that one had been read."""
         if flight.over and self._started - self._returned_at > AWAY_SHARE * (self._started - self._read_at):
             flight.warm = False  # the caller was away, so the end of the pass is unknown
@@ -33,7 +33,7 @@ class StepClock:
 
     def read(
         self,
-        flight: Flight,
+        flight: InFlightStep,
         draft_s: Mapping[str, tuple[int, float]],
         drafted_before_s: float,
         retired: frozenset[str],

@@ -15,7 +15,7 @@ from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Kind, Verdict
 from paceline.engine import sampler
 from paceline.engine.engine import Engine
-from paceline.engine.in_flight import Flight
+from paceline.engine.in_flight import InFlightStep
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify
@@ -92,7 +92,7 @@ def _off_by_one(engine: Engine) -> Any:
     launch, cache = engine.runner.launch, engine.runner.cache
     layer = cache.layers[len(engine.model.kv_specs) // 2]
 
-    def broken(*args: Any) -> Flight:
+    def broken(*args: Any) -> InFlightStep:
         flight = launch(*args)
         if flight.unread is None:
             return flight
