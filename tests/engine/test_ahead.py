@@ -268,7 +268,7 @@ class Early:
                 raise RuntimeError("lost")
             return forward(*args)
 
-        def reading(flight):
+        def verdict_copy(flight):
             self.events.append("read")
             return read(flight)
 
@@ -277,7 +277,7 @@ class Early:
             return publish(flight, result)
 
         self.engine.model.forward = passing
-        self.engine.committer.read, self.engine.committer.publish = reading, publishing
+        self.engine.committer.read, self.engine.committer.publish = verdict_copy, publishing
 
     @property
     def early(self):

@@ -20,7 +20,7 @@ from paceline.core.verdict import Verdict, VerdictRow
 from paceline.engine import layout as layout_module
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.in_flight import Reading
+from paceline.engine.in_flight import VerdictCopy
 from paceline.engine.layout import filled_in, lay_out
 from paceline.platform.garbage import expect_objects, no_collection
 from paceline.platform.staging import Staging
@@ -146,12 +146,12 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
     for some, of in itertools.product({batch, (batch + 1) // 2}, (verdict, packed)):
         of = of if some == batch else of.first(some)
         staging = Staging(torch.device("cpu"))
-        here, arrived = Reading(of, staging), Reading(of, staging)
+        here, arrived = VerdictCopy(of, staging), VerdictCopy(of, staging)
         arrived._fetch(staging)
         arrived._arrived = SimpleNamespace(synchronize=lambda: None)
-        for reading in (here, arrived):
-            tokens, accepted = reading.read()
-            kinds = [reading.kinds(row)[: count + 1] for row, count in enumerate(accepted)]
+        for verdict_copy in (here, arrived):
+            tokens, accepted = verdict_copy.read()
+            kinds = [verdict_copy.kinds(row)[: count + 1] for row, count in enumerate(accepted)]
             assert accepted == given["num_accepted"][:some].tolist()
             for row, count in enumerate(accepted):
                 assert tokens[row] == given["tokens"][row, : count + 1].tolist()

@@ -46,7 +46,7 @@ class Committer:
         """Wait for the verdict and append what it commits; the one device-to-host copy of the step."""
         batch, result = flight.batch, StepResult()
         finished = Status.FINISHED
-        tokens_of, accepted_of = ([], []) if flight.reading is None else flight.reading.read()
+        tokens_of, accepted_of = ([], []) if flight.verdict_copy is None else flight.verdict_copy.read()
         if len(batch.sampling) < len(batch):  # chunks of prompts that yield no token
             for index in np.flatnonzero(~batch.samples):
                 sequence = batch.sequences[index]
@@ -80,15 +80,15 @@ class Committer:
 
     @staticmethod
     def _add_drafts(flight: InFlightStep, result: StepResult, accepted_of: list[int]) -> None:
-        reading, layout, drafts, rows = flight.reading, flight.layout, flight.batch.drafts, result.rows
-        assert reading is not None
+        verdict_copy, layout, drafts, rows = flight.verdict_copy, flight.layout, flight.batch.drafts, result.rows
+        assert verdict_copy is not None
         sampling, nodes, depths = flight.batch.sampling.tolist(), layout.num_nodes.tolist(), layout.depths.tolist()
         for at, row in enumerate(rows):
             index = sampling[row]
             if nodes[index]:
                 result.drafts[at] = DraftOutcome(drafts[index][0], nodes[index], accepted_of[row], depths[index])
-        result.kinds = lambda at: reading.kinds(rows[at])
-        result.paths = lambda at: reading.path(rows[at], accepted_of[rows[at]])
+        result.kinds = lambda at: verdict_copy.kinds(rows[at])
+        result.paths = lambda at: verdict_copy.path(rows[at], accepted_of[rows[at]])
 
     def publish(self, flight: InFlightStep, result: StepResult) -> None:
         """Work out the rest of a step that was read; sequences that have ended leave."""
@@ -117,7 +117,7 @@ class Committer:
         return [sequence for sequence in sequences if not sequence.finished]
 
     def _look_closer(self, flight: InFlightStep, result: StepResult, at: int, sequence: Sequence) -> None:
-        reading = flight.reading
+        verdict_copy = flight.verdict_copy
         if sequence.params.stop and result.tokens[at]:
             try:
                 self._find_stops(result, at, sequence)
@@ -125,8 +125,8 @@ class Committer:
                 self._fail(result, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
         if sequence.matcher is not None and sequence.matcher.too_slow:
             self._fail(result, at, sequence, TOO_SLOW)
-        if sequence.logprobs is not None and reading is not None:
-            sequence.logprobs += reading.logprobs(result.rows[at], result.tokens[at], sequence.params.logprobs or 0)
+        if sequence.logprobs is not None and verdict_copy is not None:
+            sequence.logprobs += verdict_copy.logprobs(result.rows[at], result.tokens[at], sequence.params.logprobs or 0)
 
     @staticmethod
     def _fail(result: StepResult, at: int, sequence: Sequence, reason: str) -> None:

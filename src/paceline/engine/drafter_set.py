@@ -316,10 +316,10 @@ class DrafterSet:
         chunks = batch.chunks
         if not chunks:
             return
-        reading = [drafter for drafter in self._working() if isinstance(drafter, HostDrafter)]
+        verdict_copy = [drafter for drafter in self._working() if isinstance(drafter, HostDrafter)]
         for index in chunks:
             sequence, end = batch.sequences[index], int(batch.first[index] + batch.count[index])
-            for drafter in reading if not sequence.finished else ():
+            for drafter in verdict_copy if not sequence.finished else ():
                 self._safely(drafter, drafter.read_prompt, sequence, min(end, sequence.num_prompt))
 
     def joined(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""A step under way (`InFlightStep`), and its verdict on the way to the host (`Reading`)."""
+"""A step under way (`InFlightStep`), and its verdict on the way to the host (`VerdictCopy`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.engine.prompt_logprobs import PromptLogprobs, logprob_entries
 from paceline.platform.staging import Staging
 
 
-class Reading:
+class VerdictCopy:
     """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
 
     def __init__(self, verdict: Verdict, staging: Staging) -> None:
@@ -89,7 +89,7 @@ class InFlightStep:
     layout: Layout
     draft: Draft
     verdict: Verdict | None  # None: no row sampled
-    reading: Reading | None
+    verdict_copy: VerdictCopy | None
     model_s: float
     warm: bool  # it took what its like will take again
     ahead: bool = False  # launched before the step before it was read
@@ -113,7 +113,7 @@ class InFlightStep:
 
     @property
     def over(self) -> bool:
-        return self.reading is not None and self.reading.there
+        return self.verdict_copy is not None and self.verdict_copy.there
 
     @property
     def sequences(self) -> list[Sequence]:

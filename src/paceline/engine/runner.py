@@ -1,7 +1,7 @@
 """One flight: one target pass over everything scheduled, verification, accepted paths moved into place, taps gathered.
 
 Plain decoding is the empty draft. Nothing here waits for the device: a verdict is copied to the host behind the
-flight, and `Reading` waits for it when the engine reads it.
+flight, and `VerdictCopy` waits for it when the engine reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.engine.batch import Batch
 from paceline.engine.drafter_set import DrafterSet
-from paceline.engine.in_flight import InFlightStep, Reading
+from paceline.engine.in_flight import InFlightStep, VerdictCopy
 from paceline.engine.layout import filled_in, lay_out
 from paceline.engine.policy.interface import DEEPEST
 from paceline.engine.prompt_logprobs import look_at_prompts, moved_to_front, rows_with_logits
@@ -67,7 +67,7 @@ class Runner:
         rows = rows_with_logits(layout)
         output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        warm, verdict, reading, logits, prompts = output.warm, None, None, output.logits, None
+        warm, verdict, verdict_copy, logits, prompts = output.warm, None, None, output.logits, None
         if layout.prompts:  # more logits than such a pass computes otherwise: no measure for others
             prompts, warm = look_at_prompts(layout, rows, logits), False
             logits = moved_to_front(logits, torch.searchsorted(rows, layout.logit_rows))
@@ -81,12 +81,12 @@ class Runner:
                 lengths=batch.sampled_lengths,
                 req_indices=batch.sampled_req_indices,
             )
-            reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
+            verdict_copy, warm = VerdictCopy(verdict, self._staging), warm and self.sampler.warm
             if layout.is_tree and verdict.moves:
                 # The slots are still the sequences' own, also of those that end here.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
         begins = output.taps is not None or bool(self.drafters.begins)
-        flight = InFlightStep(batch, layout, draft, verdict, reading, model_s, warm, after is not None, prompts, begins)
+        flight = InFlightStep(batch, layout, draft, verdict, verdict_copy, model_s, warm, after is not None, prompts, begins)
         if output.taps is not None:
             self.drafters.gather(flight, output.taps)
         return flight
