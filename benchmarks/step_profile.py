@@ -117,10 +117,10 @@ def watched(engine: Engine) -> list[float]:
         read_at = time.perf_counter()
         return read(flight)
 
-    def publishing(landed: Landed) -> StepOutputs:
+    def publishing(on_verdict: Landed) -> StepOutputs:
         if model.begun > read_at:  # else it was launched before this step was read
             waits.append(model.begun - read_at)
-        return publish(landed)
+        return publish(on_verdict)
 
     engine.committer.read, engine.committer.publish = reading, publishing  # type: ignore[method-assign]
     return waits

@@ -115,7 +115,7 @@ class DeviceDrafter(Drafter, Protocol):
         """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Slots
         for `budget` nodes behind all tokens the step may commit are reserved. Such a draft need not be used."""
 
-    def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
         """A step was read. `judged`: this drafter's drafts in it; `begun`: sequences with a draft begun behind it."""
 
     def adopt(self, rows: SequenceOf[DraftRow]) -> None:

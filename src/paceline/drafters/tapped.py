@@ -294,7 +294,7 @@ class TappedDrafter:
         end = max(chunk.first + chunk.size for chunk in mine)
         self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot, end))
 
-    def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
         """The step behind which drafts were begun was read: all tokens it committed are absorbed."""
         self._caught_up(begun)
 

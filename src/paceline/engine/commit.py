@@ -75,7 +75,7 @@ class Committer:
             rows.append(row)
         if batch.drafts:
             self._add_drafts(flight, result, accepted_of)
-        self._drafters.landed(batch, sequences)
+        self._drafters.on_verdict(batch, sequences)
         return result
 
     @staticmethod

@@ -267,7 +267,7 @@ class DrafterSet:
             elif flight.unread is not None:
                 self._ring.store(flight.unread, taps, 1 + max(req_indices))
 
-    def landed(self, batch: Batch, sequences: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, batch: Batch, sequences: SequenceOf[Sequence]) -> None:
         """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used.
 
         `sequences` committed something.
@@ -285,7 +285,7 @@ class DrafterSet:
             begun = [] if behind is None else [sequence for sequence in sequences if sequence.key in behind.rows]
             if mine or begun:
                 judged = [Judged(sequence, sequence.num_computed) for sequence in mine]
-                self._safely(drafter, drafter.landed, judged, begun)
+                self._safely(drafter, drafter.on_verdict, judged, begun)
 
     def note(self, method: str, right: bool) -> None:
         """A draft of a method on trial was verified; `right`: its first node, the likeliest token, was accepted. A

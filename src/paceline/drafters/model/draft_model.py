@@ -136,7 +136,7 @@ class DraftModelDrafter:
         # drafter that filled them before wrote the same values.
         self._states[sequence.key] = _State(end) if start == 0 else _State(0, (start, end))
 
-    def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
         """Keep the K/V of drafted tokens that were committed. Other tokens are read when a draft is next needed."""
         for sequence, computed in judged:
             state = self._states[sequence.key]
