@@ -49,7 +49,7 @@ def likeliest(drafter: Drafter, sequence: Sequence) -> list[int]:
     return path
 
 
-def judge(drafters: list[Drafter], sequence: Sequence, answer: list[int], tried: Counter[Cell], hit: Counter[Cell]):
+def verify_rows(drafters: list[Drafter], sequence: Sequence, answer: list[int], tried: Counter[Cell], hit: Counter[Cell]):
     """The proposal of each before every token, and how far it would have been right."""
     for at, token in enumerate(answer[:-1], start=1):
         sequence.tokens.append(token)
@@ -81,7 +81,7 @@ def main() -> None:
             group = prompts[start : start + TOGETHER]
             for index, (prompt, answer) in enumerate(zip(group, plain.answer(group, params)[1], strict=True)):
                 one = Sequence(f"{start + index}", prompt, params, max_len=len(prompt) + args.max_tokens)
-                judge(drafters, one, answer, tried, hit)
+                verify_rows(drafters, one, answer, tried, hit)
                 for drafter in drafters:
                     drafter.release(one)  # unfinished, so that nothing is learned from it
         print(f"temperature {temperature}: right / tried at positions {', '.join(str(at + 1) for at in SHOWN)}")

@@ -138,7 +138,7 @@ class Rows:
         q = torch.stack([self.setting.drafter.p(slot) for slot in slots])
         return pad(tokens, 0), pad(parents, -1), pad(depth, 0), logits, q
 
-    def judge(self, index, coins):
+    def verify_rows(self, index, coins):
         """Verify the rows `index`, repeated at will, with coins {key: (len(index),)}; 1/2 where none is given."""
         setting, size, slots = self.setting, len(index), self.width + 1
         row_of = torch.arange(size * slots).view(size, slots)
@@ -306,7 +306,7 @@ def boxes_of(setting, contexts):
 def _corners(batch):
     """Every combination of the two sides of every acceptance coin's threshold, coins in the middle of their side."""
     all_rows = torch.arange(len(batch.rows))
-    _, asked = batch.judge(all_rows, {})
+    _, asked = batch.verify_rows(all_rows, {})
     accept = [key for key in asked if key[0] == Lane.ACCEPT]
     thresholds = _thresholds(batch, accept)
     corners = list(itertools.product((0, 1), repeat=len(accept)))
@@ -317,7 +317,7 @@ def _corners(batch):
     index, low, high = index[some], low[some], high[some]
     middle = (low + high) / 2
     coins = {key: middle[:, c] for c, key in enumerate(accept)}
-    verdict, asked = batch.judge(index, coins)
+    verdict, asked = batch.verify_rows(index, coins)
     return index, coins, low, high, verdict, asked
 
 
@@ -357,7 +357,7 @@ def _thresholds(batch, accept):
 
     def stop(value):
         coins = {key: torch.where(at == c, value, torch.where(at > c, earlier, HIGH)) for c, key in enumerate(accept)}
-        verdict, _ = batch.judge(index, coins)
+        verdict, _ = batch.verify_rows(index, coins)
         return torch.cat((verdict.num_accepted[:, None], verdict.path), 1)
 
     below = stop(torch.full_like(earlier, LOW))
@@ -375,11 +375,11 @@ def _token_ends(batch, index, coins, stops):
     wide = index.repeat_interleave(vocab)
     token = torch.arange(vocab).repeat(size)
     spread = {key: value.repeat_interleave(vocab) for key, value in coins.items()}
-    _, asked = batch.judge(wide, spread)
+    _, asked = batch.verify_rows(wide, spread)
     others = [key for key in asked if key[0] != Lane.ACCEPT]
 
     def said(value):
-        verdict, _ = batch.judge(wide, {**spread, **dict.fromkeys(others, value)})
+        verdict, _ = batch.verify_rows(wide, {**spread, **dict.fromkeys(others, value)})
         return verdict.tokens.gather(1, verdict.num_accepted[:, None])[:, 0] <= token
 
     ends = torch.full((size * vocab,), LOW, dtype=torch.float64)
@@ -415,17 +415,17 @@ def walked_boxes(batch):
     cell = corners.repeat(len(all_rows), 1)[..., None]
     low, high = (x[index].gather(2, cell)[..., 0] for x in (starts, ends))
 
-    def judge(inside):
+    def verify_rows(inside):
         point, keys, coins = low + inside * (high - low), set(), {}
         while True:  # the walk may ask for a coin only where it gets to
-            verdict, asked = batch.judge(index, coins)
+            verdict, asked = batch.verify_rows(index, coins)
             if set(asked) == keys:
                 return verdict, asked
             keys = set(asked)
             coins = {key: point[:, key[-1] % slots] for key in keys}
 
-    verdict, asked = judge(1e-6)
-    for other in (judge(0.5)[0], judge(1 - 1e-6)[0]):
+    verdict, asked = verify_rows(1e-6)
+    for other in (verify_rows(0.5)[0], verify_rows(1 - 1e-6)[0]):
         assert torch.equal(verdict.tokens, other.tokens), "a stretch of p does not say one token"
     found = []
     count, tokens = verdict.num_accepted.tolist(), verdict.tokens.tolist()

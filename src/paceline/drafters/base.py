@@ -49,7 +49,7 @@ class DraftRow(NamedTuple):
     least: float = 0.0
 
 
-class Judged(NamedTuple):
+class VerifiedDraft(NamedTuple):
     """A sequence whose draft by this drafter was verified: its tokens below `computed` have their K/V in the target."""
 
     sequence: Sequence
@@ -115,8 +115,8 @@ class DeviceDrafter(Drafter, Protocol):
         """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Slots
         for `budget` nodes behind all tokens the step may commit are reserved. Such a draft need not be used."""
 
-    def on_verdict(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
-        """A step was read. `judged`: this drafter's drafts in it; `begun`: sequences with a draft begun behind it."""
+    def on_verdict(self, verified: SequenceOf[VerifiedDraft], begun: SequenceOf[Sequence]) -> None:
+        """A step was read. `verified`: this drafter's drafts in it; `begun`: sequences with a draft begun behind it."""
 
     def adopt(self, rows: SequenceOf[DraftRow]) -> None:
         """Drafts begun behind the step are used: the first `budget` nodes of each row."""

@@ -24,7 +24,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict, VerdictRow
-from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
+from paceline.drafters.base import LEARNED, DraftRow, VerifiedDraft, excluded
 from paceline.models.backends.cpu.kernels import native_ring_store
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import slots_of
@@ -294,7 +294,7 @@ class TappedDrafter:
         end = max(chunk.first + chunk.size for chunk in mine)
         self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot, end))
 
-    def on_verdict(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, verified: SequenceOf[VerifiedDraft], begun: SequenceOf[Sequence]) -> None:
         """The step behind which drafts were begun was read: all tokens it committed are absorbed."""
         self._caught_up(begun)
 

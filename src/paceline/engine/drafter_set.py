@@ -22,7 +22,7 @@ from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters import Drafter, DraftRow
-from paceline.drafters.base import DeviceDrafter, HostDrafter, Judged
+from paceline.drafters.base import DeviceDrafter, HostDrafter, VerifiedDraft
 from paceline.drafters.tapped import Chunk, Committed, TapRing
 from paceline.engine.batch import Batch
 from paceline.engine.block_manager import BlockManager
@@ -284,8 +284,8 @@ class DrafterSet:
             behind = self._begun.get(name)
             begun = [] if behind is None else [sequence for sequence in sequences if sequence.key in behind.rows]
             if mine or begun:
-                judged = [Judged(sequence, sequence.num_computed) for sequence in mine]
-                self._safely(drafter, drafter.on_verdict, judged, begun)
+                verified = [VerifiedDraft(sequence, sequence.num_computed) for sequence in mine]
+                self._safely(drafter, drafter.on_verdict, verified, begun)
 
     def note(self, method: str, right: bool) -> None:
         """A draft of a method on trial was verified; `right`: its first node, the likeliest token, was accepted. A

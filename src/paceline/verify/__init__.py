@@ -86,12 +86,12 @@ def verify(
     `only_chains`, where it knows that no row branches, save a device some work; `source` returns coins.
     """
     given = (draft, logits, row_of, nodes, controls, draws)
-    verdict = judge(*given, max_depth=max_depth, routes=routes, only_chains=only_chains, source=source)
+    verdict = verify_rows(*given, max_depth=max_depth, routes=routes, only_chains=only_chains, source=source)
     return verdict if num_logprobs is None else with_logprobs(verdict, logits, row_of, num_logprobs, max_depth)
 
 
 @with_kernels
-def judge(
+def verify_rows(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws,
     *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
@@ -100,7 +100,7 @@ def judge(
 
 @dataclass(frozen=True)
 class _Judge:
-    """The arguments of `judge`. Only nodes that a rule reads are processed."""
+    """The arguments of `verify_rows`. Only nodes that a rule reads are processed."""
 
     draft: Draft
     logits: Tensor
@@ -118,7 +118,7 @@ class _Judge:
 
     def by_route(self, routes: Routes) -> Verdict:
         parts = [(routes.walk, self.walk), (routes.chain, self.chain), (routes.tree, self.tree)]
-        verdicts = [(rows, judge(rows)) for rows, judge in parts if rows is not None]
+        verdicts = [(rows, verify_rows(rows)) for rows, verify_rows in parts if rows is not None]
         return verdicts[0][1] if len(verdicts) == 1 else _merge(verdicts, self.draft.batch)
 
     def walk(self, rows: Tensor) -> Verdict:

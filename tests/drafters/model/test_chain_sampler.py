@@ -127,12 +127,12 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
     engine = make_engine([DraftModelDrafter(model)], k=3, ahead=True)
     samplings = [{"temperature": 1.3, "seed": 3}, {"temperature": 1.3}]
     requests = [(0, str(i), prompt_of(i, 6), params(max_tokens=30, **one)) for i, one in enumerate(samplings)]
-    judged, propose = [], engine.drafters.propose
-    engine.drafters.propose = lambda *asked: judged.append(propose(*asked)) or judged[-1]
+    verified, propose = [], engine.drafters.propose
+    engine.drafters.propose = lambda *asked: verified.append(propose(*asked)) or verified[-1]
     sequences, _ = run(engine, requests)
     assert sequences["0"].output_tokens == plain(requests[:1])["0"].output_tokens
     assert sequences["1"].num_output == 30
-    sampled = [draft.q.probs for draft in judged if draft.q is not None]
+    sampled = [draft.q.probs for draft in verified if draft.q is not None]
     assert len(sampled) > 5
     for q in sampled:
         torch.testing.assert_close(q.sum(1), torch.ones(len(q)))

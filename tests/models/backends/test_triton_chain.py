@@ -94,7 +94,7 @@ class Scene:
             mine.v.copy_(theirs.v)
         return ChainRow(tokens[-READ:], length - READ, lag, count, blocks)
 
-    def judge(self, row: ChainRow, after: list[int]) -> None:
+    def verify_rows(self, row: ChainRow, after: list[int]) -> None:
         """Each token is the most probable one, or as good as that: columns of the residual stream travel as bf16."""
         tokens, start = list(row.tokens)[READ - row.lag :], row.start + READ - row.lag
         for token in after[: row.count]:
@@ -123,7 +123,7 @@ class Scene:
         self.chain.check()
         assert drafted.shape == (len(rows), max(row.count for row in rows))
         for row, tokens in zip(rows, drafted.tolist(), strict=True):
-            self.judge(row, tokens)
+            self.verify_rows(row, tokens)
         for mine, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
             torch.testing.assert_close(mine.k, theirs.k, rtol=0.0, atol=0.05)
             torch.testing.assert_close(mine.v, theirs.v, rtol=0.0, atol=0.05)

@@ -26,7 +26,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, Judged
+from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, VerifiedDraft
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.errors import InvalidParameter
@@ -136,9 +136,9 @@ class DraftModelDrafter:
         # drafter that filled them before wrote the same values.
         self._states[sequence.key] = _State(end) if start == 0 else _State(0, (start, end))
 
-    def on_verdict(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, verified: SequenceOf[VerifiedDraft], begun: SequenceOf[Sequence]) -> None:
         """Keep the K/V of drafted tokens that were committed. Other tokens are read when a draft is next needed."""
-        for sequence, computed in judged:
+        for sequence, computed in verified:
             state = self._states[sequence.key]
             if state.unseen is not None:  # the accepted part is in the cache
                 state.valid = max(min(computed, state.valid + state.unseen), state.valid)

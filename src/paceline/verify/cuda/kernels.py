@@ -56,7 +56,7 @@ def propose(
     return draw_tokens(target, draws, nodes, lambda lane, *words: source(Lane.DRAFT, *words)), q
 
 
-def judge(
+def verify_rows(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws,
     *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
