@@ -115,10 +115,10 @@ class DeviceDrafter(Drafter, Protocol):
         """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Slots
         for `budget` nodes behind all tokens the step may commit are reserved. Such a draft need not be used."""
 
-    def on_verdict(self, verified: SequenceOf[VerifiedDraft], begun: SequenceOf[Sequence]) -> None:
-        """A step was read. `verified`: this drafter's drafts in it; `begun`: sequences with a draft begun behind it."""
+    def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
+        """A step was read. `verified`: this drafter's drafts in it; `early`: sequences with a draft begun behind it."""
 
-    def adopt(self, rows: SequenceOf[DraftRow]) -> None:
+    def use_early(self, rows: SequenceOf[DraftRow]) -> None:
         """Drafts begun behind the step are used: the first `budget` nodes of each row."""
 
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:

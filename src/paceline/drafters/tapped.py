@@ -294,11 +294,11 @@ class TappedDrafter:
         end = max(chunk.first + chunk.size for chunk in mine)
         self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot, end))
 
-    def on_verdict(self, verified: SequenceOf[VerifiedDraft], begun: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
         """The step behind which drafts were begun was read: all tokens it committed are absorbed."""
-        self._caught_up(begun)
+        self._caught_up(early)
 
-    def adopt(self, rows: SequenceOf[DraftRow]) -> None:
+    def use_early(self, rows: SequenceOf[DraftRow]) -> None:
         pass
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:

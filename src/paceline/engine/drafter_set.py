@@ -38,7 +38,7 @@ CATCHING_UP = 8  # tokens a drafter lags behind on average: with more, its time 
 
 
 @dataclass
-class Begun:
+class EarlyDraft:
     """Drafts begun behind a step under way, for the step after it."""
 
     draft: Draft
@@ -68,7 +68,7 @@ class DrafterSet:
         self._tapped = [drafter for drafter in self._on_device.values() if drafter.taps]
         self._ring = TapRing()
         self._on_cuda = False
-        self._begun: dict[str, Begun] = {}
+        self._early: dict[str, EarlyDraft] = {}
         self._timed: dict[str, Timed] = {}
         self.failures = 0
         self.on_trial = {drafter.name: (0, 0) for drafter in self._tapped}  # drafts, and those that were right at first
@@ -124,7 +124,7 @@ class DrafterSet:
     def propose(self, batch: Batch, least: float = 0.0) -> Draft:
         """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty. `least`: as in
         `DraftRow`."""
-        begun, self._begun, self.seconds, self._timed = self._begun, {}, {}, {}
+        early, self._early, self.seconds, self._timed = self._early, {}, {}, {}
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))
         place = batch.place
@@ -134,7 +134,7 @@ class DrafterSet:
                 wanted.setdefault(method, []).append((place[index], DraftRow(batch.sequences[index], budget, least)))
         parts: list[tuple[list[int], Draft]] = []
         for method, asking in wanted.items():
-            of = begun.get(method)
+            of = early.get(method)
             ready = [] if of is None or not of.read else [one for one in asking if one[1].sequence.key in of.rows]
             if of is not None and ready:
                 parts.append(([at for at, _ in ready], self._adopt(of, method, [row for _, row in ready])))
@@ -146,7 +146,7 @@ class DrafterSet:
         rows = len(batch.sampling)
         return Draft.merge(parts, rows, self._vocab_size) if parts else self._empty(rows)
 
-    def begin(self, batch: Batch, going: SequenceOf[tuple[int, int]], unread: UnreadVerdict | None) -> None:
+    def begin_early(self, batch: Batch, going: SequenceOf[tuple[int, int]], unread: UnreadVerdict | None) -> None:
         """Begin drafts behind a step under way, for rows of its batch with the nodes each may have in the next."""
         if unread is None:
             return
@@ -162,16 +162,16 @@ class DrafterSet:
             if draft is not None and draft.width:
                 counts = draft.num_nodes.tolist()
                 at = {row.sequence.key: i for i, row in enumerate(rows) if counts[i]}
-                self._begun[name] = Begun(draft, at, watch if drafter.warm else None)
+                self._early[name] = EarlyDraft(draft, at, watch if drafter.warm else None)
 
-    def _adopt(self, of: Begun, method: str, rows: list[DraftRow]) -> Draft:
+    def _adopt(self, of: EarlyDraft, method: str, rows: list[DraftRow]) -> Draft:
         """What was begun for these rows, as far as it is wanted now."""
         at = [of.rows[row.sequence.key] for row in rows]
         there = of.draft.num_nodes.tolist()
         counts = [min(row.budget, there[i]) for row, i in zip(rows, at, strict=True)]
         self._timed[method] = Timed(self._steps(self._on_device[method], of.draft), of.watch, before=True)
         self.seconds[method] = max(counts), 0.0
-        self._on_device[method].adopt(
+        self._on_device[method].use_early(
             [DraftRow(*pair) for pair in zip([r.sequence for r in rows], counts, strict=True)]
         )
         return of.draft.take(at, counts)
@@ -248,11 +248,11 @@ class DrafterSet:
             row = batch.row(index)
             known = row.count - row.samples  # the token after the last one is the verdict's, where the row samples
             if known > 0:
-                chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
+                chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin_early[index])))
             tokens, last = row.sequence.tokens, row.first + row.count - 1
             if not row.samples and last == len(tokens) - 2 and len(tokens) > row.sequence.num_prompt:
                 # Computed anew but for its last token: the next step may draft, and no verdict tells the ring of it.
-                self._ring.put(row.sequence.req_index, last, taps[int(layout.begin[index]) + row.count - 1], tokens[-1])
+                self._ring.put(row.sequence.req_index, last, taps[int(layout.begin_early[index]) + row.count - 1], tokens[-1])
         working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
         for drafter in working if chunks else ():
             self._safely(drafter, drafter.read_chunks, chunks, taps)
@@ -272,7 +272,7 @@ class DrafterSet:
 
         `sequences` committed something.
         """
-        for of in self._begun.values():
+        for of in self._early.values():
             of.read = True
         if not batch.drafts:
             return
@@ -281,11 +281,11 @@ class DrafterSet:
             if name in self.retired:
                 continue
             mine = [sequence for sequence in sequences if drafts.get(sequence.key) == name]
-            behind = self._begun.get(name)
-            begun = [] if behind is None else [sequence for sequence in sequences if sequence.key in behind.rows]
-            if mine or begun:
+            behind = self._early.get(name)
+            early = [] if behind is None else [sequence for sequence in sequences if sequence.key in behind.rows]
+            if mine or early:
                 verified = [VerifiedDraft(sequence, sequence.num_computed) for sequence in mine]
-                self._safely(drafter, drafter.on_verdict, verified, begun)
+                self._safely(drafter, drafter.on_verdict, verified, early)
 
     def note(self, method: str, right: bool) -> None:
         """A draft of a method on trial was verified; `right`: its first node, the likeliest token, was accepted. A
@@ -331,8 +331,8 @@ class DrafterSet:
             self._safely(drafter, drafter.admit, sequence, start, sequence.num_cached)
 
     def left(self, sequence: Sequence) -> None:
-        for begun in self._begun.values():
-            begun.rows.pop(sequence.key, None)
+        for early in self._early.values():
+            early.rows.pop(sequence.key, None)
         for drafter in self._working():
             self._safely(drafter, drafter.release, sequence)
 

@@ -157,7 +157,7 @@ class Engine:
         if batch is None:
             if flight.batch.num_drafted and self.policy.drafts_on():
                 rows = self.scheduler.reserve(flight.batch, self.drafters.begins)
-                self.drafters.begin(flight.batch, rows, flight.unread)
+                self.drafters.begin_early(flight.batch, rows, flight.unread)
             return None
         try:
             return self.runner.launch(batch, self.drafters.propose(batch), flight)

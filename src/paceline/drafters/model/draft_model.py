@@ -136,7 +136,7 @@ class DraftModelDrafter:
         # drafter that filled them before wrote the same values.
         self._states[sequence.key] = _State(end) if start == 0 else _State(0, (start, end))
 
-    def on_verdict(self, verified: SequenceOf[VerifiedDraft], begun: SequenceOf[Sequence]) -> None:
+    def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
         """Keep the K/V of drafted tokens that were committed. Other tokens are read when a draft is next needed."""
         for sequence, computed in verified:
             state = self._states[sequence.key]
@@ -205,7 +205,7 @@ class DraftModelDrafter:
             and self._uses_chain(row.sequence)
         )
 
-    def adopt(self, rows: SequenceOf[DraftRow]) -> None:
+    def use_early(self, rows: SequenceOf[DraftRow]) -> None:
         """Drafts begun behind a step are used: the K/V of all their nodes but the last are computed."""
         for row in rows:
             self._drafted(row.sequence, row.budget)

@@ -65,8 +65,8 @@ class DrafterEvidence:
 
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
         """A model may draft for one of these in the next step, and is not asked before."""
-        begun = any(sequence.num_output < FIRST_TOKENS for sequence in sequences)
-        return begun and any(self.runs_model(method) for method in self._auto)
+        early = any(sequence.num_output < FIRST_TOKENS for sequence in sequences)
+        return early and any(self.runs_model(method) for method in self._auto)
 
     def of(self, sequences: SequenceOf[Sequence], method: str) -> list[int]:
         """The evidence for a draft of each; 0: there would be none."""
