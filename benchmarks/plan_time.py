@@ -136,7 +136,7 @@ class Run:
         spent: dict[str, float] = {}
         choices = _timed(spent, "plan", lambda: self.policy.plan(self.answers, 0, False))
         self.chosen.update(repr([(choice.method, choice.budget) for choice in choices]).encode())
-        _timed(spent, "meanwhile", self.policy.meanwhile)
+        _timed(spent, "meanwhile", self.policy.learn)
         report = self._report(choices)
         _timed(spent, "observe", lambda: self.policy.observe(report))
         for at in report.outputs.ended:

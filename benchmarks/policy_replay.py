@@ -310,8 +310,8 @@ class Replay:
                     known[drafter.name] = depth, taken
                 drafting += taken + READ_S * sum(drafter.lag(live[i][0]) for i in at)
                 drafted |= {i: follow(draft, row, *live[i]) for row, i in enumerate(at)}
-        self.resting = not self.clock.waits and self.policy.rests(sequences)
-        self.policy.meanwhile()
+        self.resting = not self.clock.waits and self.policy.next_is_plain(sequences)
+        self.policy.learn()
         outputs = []
         for i, (sequence, answer) in enumerate(live):
             nodes, depth, accepted = drafted.get(i, (0, 0, 0))

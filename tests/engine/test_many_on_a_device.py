@@ -59,7 +59,7 @@ class Serving:
         planned = [Choice()] * len(decoding) if self.resting else self.policy.plan(decoding, 0, False)
         choices = dict(zip([one.key for one in decoding], planned, strict=True))
         begun, self.begun = self.begun, {key: one.budget for key, one in choices.items() if one.method == "trees"}
-        self.policy.meanwhile()
+        self.policy.learn()
         outputs, paths, lag, drafts = [], [], 0, 0
         for one in self.sequences:
             choice, path = choices.get(one.key, Choice()), []
@@ -89,7 +89,7 @@ class Serving:
         self.policy.observe(made, StepTiming(self.count, rows + nodes, seconds, timed, ahead=self.resting))
         self.ms += taken
         self.plain_ms += pass_ms(rows) * made.num_tokens / self.count
-        self.resting = not nodes and self.policy.rests(self.sequences)
+        self.resting = not nodes and self.policy.next_is_plain(self.sequences)
 
 
 @pytest.mark.parametrize(("count", "least"), [(64, 0.966), (128, 0.976)])
@@ -124,12 +124,12 @@ def test_one_slow_step_does_not_stop_what_pays_for_many(seed):
 
 def report_of(policy, outputs, *, rows, seconds, timed=True):
     """A step planned for one sequence, whose plain step takes a second; what its guard has added up."""
-    policy.meanwhile()
+    policy.learn()
     policy._plan.drafts, policy._plan.sequences = True, 1
     policy._plan.plain_s, policy._plan.times = 1.0, policy._times[0]
     drafting = {"trees": (1, 0.1)} if timed else {}
     policy.observe(result_of(outputs), StepTiming(len(outputs), rows, seconds, drafting))
-    policy.meanwhile()
+    policy.learn()
     return policy._guards["trees"].lost(1)
 
 

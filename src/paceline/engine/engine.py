@@ -114,7 +114,7 @@ class Engine:
             if flight is None:
                 return self._with_failed(StepResult())
             ahead = self._launch_ahead(flight) if self.runs_ahead else None  # LAUNCH, THEN READ
-            self.policy.meanwhile()
+            self.policy.learn()
             result = self._read(flight, ahead)  # the one wait; sequences ended by a token or by length are known
             if result is None:
                 return self._with_failed(StepResult())
@@ -155,7 +155,7 @@ class Engine:
         verdict on the device."""
         batch = self.scheduler.schedule_behind(flight.batch)
         if batch is None:
-            if flight.batch.num_drafted and self.policy.drafts_on():
+            if flight.batch.num_drafted and self.policy.may_repeat():
                 rows = self.scheduler.reserve(flight.batch, self.drafters.begins)
                 self.drafters.begin_early(flight.batch, rows, flight.unread)
             return None

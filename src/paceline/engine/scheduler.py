@@ -164,7 +164,7 @@ class Scheduler:
             sequences if len(sequences) == len(batch.sampling) else [sequences[i] for i in np.flatnonzero(behind >= 0)]
         )
         needed = sum([self.blocks.blocks_for(end) - len(sequence.blocks) for sequence, end in short])
-        if not count.all() or needed > self.blocks.num_free or (drafting and not self.policy.rests(drafting)):
+        if not count.all() or needed > self.blocks.num_free or (drafting and not self.policy.next_is_plain(drafting)):
             return None
         for sequence, end in short:
             self.blocks.allocate(sequence, end)

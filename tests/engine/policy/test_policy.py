@@ -97,7 +97,7 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
     """One step, by `seconds(sequences, nodes, ahead)`: (tokens committed, its time, choices)."""
     by_name = {drafter.name: drafter for drafter in drafters}
     choices = [Choice()] * len(sequences) if resting else policy.plan(sequences, 0, others_wait)
-    policy.meanwhile()
+    policy.learn()
     outputs, drafting = [], {}
     for one, choice in zip(sequences, choices, strict=True):
         drafter = by_name.get(choice.method)
@@ -172,7 +172,7 @@ def on_a_device(policy, drafter, sequences, steps, arriving=None):
             policy.forget(sequences[turn % len(sequences)])
             sequences[turn % len(sequences)] = sequence(f"new{turn}")
         said, taken, choices = step(policy, [drafter], sequences, seconds, resting=resting)
-        resting = policy.rests(sequences)
+        resting = policy.next_is_plain(sequences)
         tokens, clock = tokens + said, clock + taken
         planned.append(choices)
     return tokens / clock, planned
@@ -377,10 +377,10 @@ def test_budgets_never_pass_what_may_be_committed():
 def test_requests_without_speculation_let_the_policy_rest():
     policy, fixed = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("k", speculation={"k": 2})
     off = [sequence("a", speculation="none"), sequence("b", speculation="none")]
-    assert policy.rests(off)
-    assert not policy.rests([*off, sequence("c")])
-    assert not policy.rests([*off, fixed])
-    assert AdaptivePolicy([]).rests([sequence("c")])
+    assert policy.next_is_plain(off)
+    assert not policy.next_is_plain([*off, sequence("c")])
+    assert not policy.next_is_plain([*off, fixed])
+    assert AdaptivePolicy([]).next_is_plain([sequence("c")])
 
 
 # -- methods
@@ -487,9 +487,9 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
     for evidence in (4, 9):
         lookup._evidence = evidence
         assert policy.plan([one], 0, False) == [Choice("lookup", 2)]
-        policy.meanwhile()
+        policy.learn()
         policy.observe(result_of([ResultRow(one, [1], False, "lookup", 3, 0, 2)]), StepTiming(1, 4, 0.02, {}))
-    policy.meanwhile()
+    policy.learn()
     assert noted == [(4, 2), (9, 2)]
 
 
@@ -557,10 +557,10 @@ def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
     policy, one = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("s")
     output = ResultRow(one, [1], False)
     policy.observe(result_of([output]), StepTiming(1, 1, 9.0, {}, warm=False))
-    policy.meanwhile()
+    policy.learn()
     assert policy.plain_seconds(1, False) is None
     policy.observe(result_of([output]), StepTiming(1, 1, 0.02, {}))
-    policy.meanwhile()
+    policy.learn()
     assert policy.plain_seconds(1, False) == pytest.approx(0.02)
 
 
@@ -592,7 +592,7 @@ def test_sequences_that_ended_are_forgotten():
     while live:
         step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
         live = [one for one in live if one.room]
-    policy.meanwhile()
+    policy.learn()
     assert not policy._job_values._pace
     assert not policy._looked_at
 
@@ -679,7 +679,7 @@ class Trees(Model):
 def tree_step(policy, drafter, sequences, curve):
     """One step: (tokens it brings on average, its time, nodes by sequence)."""
     choices = policy.plan(sequences, 0, False)
-    policy.meanwhile()
+    policy.learn()
     outputs, paths = [], []
     for one, choice in zip(sequences, choices, strict=True):
         path = [node for node in range(choice.budget) if drafter.noise.random() < drafter.shares[node]]
@@ -724,7 +724,7 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
     policy, tokens, clock, asked, drafted, plain_s = AdaptivePolicy([drafter], "trees", None, CPU), 0, 0.0, [], [], 0.0
     for step_number in range(500):
         (choice,) = policy.plan([answer], 0, False)
-        policy.meanwhile()
+        policy.learn()
         likely = [0.95] * 8 if rng.random() < 0.5 else [0.02] * 8
         kept = max(sum(one >= policy.least for one in likely[: choice.budget]), 1) if choice.budget else 0
         path = [node for node in range(kept) if rng.random() < likely[node]]
@@ -752,7 +752,7 @@ def test_a_method_that_loses_does_not_stop_the_others():
     choices = []
     for _ in range(20):
         choices += policy.plan([answer], 0, False)
-        policy.meanwhile()
+        policy.learn()
         outputs = result_of([ResultRow(answer, [1], False)])
         policy.observe(outputs, StepTiming(1, 1, 0.02, {}))
     assert {choice.method for choice in choices} == {"lookup", NONE}
@@ -810,7 +810,7 @@ def test_what_was_learnt_on_a_busy_machine_holds_when_it_is_quiet_and_the_other_
             for _ in range(30):
                 plain = result_of([ResultRow(answer, [1], False)])
                 policy.observe(plain, StepTiming(1, 1, seconds_of(curve, 1), {}))
-                policy.meanwhile()
+                policy.learn()
         drafted = [bool(tree_step(policy, drafter, [answer], curve)[2][0]) for _ in range(100)]
         shares.append(sum(drafted[:30]) / 30)
         state = policy.state()

@@ -401,7 +401,7 @@ class AdaptivePolicy:
             return 0.0
         return float(self._acceptance.survival(method, sampled, evidence)[:PACE_DEPTH].sum())
 
-    def rests(self, sequences: SequenceOf[Sequence]) -> bool:
+    def next_is_plain(self, sequences: SequenceOf[Sequence]) -> bool:
         if not self._evidence.drafters:
             return True
         wishes = {wish(sequence, self._method, self._k) for sequence in sequences}
@@ -415,7 +415,7 @@ class AdaptivePolicy:
             return True
         return self._pauses(sequences)
 
-    def drafts_on(self) -> bool:
+    def may_repeat(self) -> bool:
         return self._method == NONE or self._k is not None or self._since_plain + 1 < self._plain_due
 
     # -- learning
@@ -433,7 +433,7 @@ class AdaptivePolicy:
         self._lessons.append(_Lesson(self._plan, result, timing, paths))
         self._plan = _Plan()  # a step launched ahead has no plan
 
-    def meanwhile(self) -> None:
+    def learn(self) -> None:
         enough = 1 if self._on_device else min(1 + self._steps // STEPS_A_LESSON, MOST_LESSONS)
         if len(self._lessons) >= enough:
             self._learn()

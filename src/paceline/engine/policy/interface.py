@@ -32,16 +32,16 @@ class Policy(Protocol):
         `others_wait`: a waiting request takes the place of a sequence that ends at once.
         """
 
-    def rests(self, sequences: SequenceOf[Sequence]) -> bool:
+    def next_is_plain(self, sequences: SequenceOf[Sequence]) -> bool:
         """The step after the one under way is plain whatever that one commits, so it needs no plan."""
 
-    def drafts_on(self) -> bool:
+    def may_repeat(self) -> bool:
         """The step after the one under way may draft as that one does: its drafts may begin before it is planned."""
 
     def observe(self, result: StepResult, timing: StepTiming) -> None:
-        """A step has ended; learning from it may wait for `meanwhile`."""
+        """A step has ended; learning from it may wait for `learn`."""
 
-    def meanwhile(self) -> None:
+    def learn(self) -> None:
         """A pass is under way: learn from the steps before it."""
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
@@ -56,16 +56,16 @@ class LearnsNothing:
 
     least = 0.0
 
-    def rests(self, sequences: SequenceOf[Sequence]) -> bool:
+    def next_is_plain(self, sequences: SequenceOf[Sequence]) -> bool:
         return False
 
-    def drafts_on(self) -> bool:
+    def may_repeat(self) -> bool:
         return True
 
     def observe(self, result: StepResult, timing: StepTiming) -> None:
         pass
 
-    def meanwhile(self) -> None:
+    def learn(self) -> None:
         pass
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
