@@ -56,7 +56,7 @@ def main() -> None:
     for path in args.records:
         records = [one for one in json.loads(Path(path).read_text()) if one["file"] == args.file]
         gains = {}
-        for least in args.least:
+        for least in args.min_node_probability:
             plain, drafted = zip(*(seconds(one, least, args.max_tokens) for one in records), strict=True)
             gains[least] = sum(plain) / sum(drafted)
         rows.append({"records": Path(path).name, "answers": len(records), "gains": gains})

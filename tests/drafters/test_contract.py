@@ -210,12 +210,12 @@ def test_unseeded_output_is_distributed_as_the_target(method, wish):
         assert len(drafter._model.ahead) > 5
 
 
-def likelihood(drafter, wish, *, k=2, least=0.0, ahead=False):
+def likelihood(drafter, wish, *, k=2, min_node_probability=0.0, ahead=False):
     """The joint of five tokens (three steps at least) of many answers against the target's own, all of it and each pair
-    of neighbours, in which a small bias gathers in fewer cells: the lowest p-value. `least`: as in `Policy`."""
+    of neighbours, in which a small bias gathers in fewer cells: the lowest p-value. `min_node_probability`: as in `Policy`."""
     vocab, length, answered = 3, 5, 1200
     prompt, policy = [0, 1, 2, 0, 1, 2, 0, 1], ByRequest({}, Choice(drafter.name, k))
-    policy.least = least
+    policy.min_node_probability = least
     engine = make_engine(
         [drafter],
         policy=policy,
@@ -254,7 +254,7 @@ CUT = dict.fromkeys(("dspark", "eagle3", *(way for way in NATIVE if way.startswi
 @pytest.mark.parametrize("method", CUT)
 def test_trees_that_are_cut_where_the_drafter_is_unsure_keep_the_distribution(method):
     drafter = make_drafter(method, toy_config(3))
-    assert likelihood(drafter, SAMPLED["temperature"], k=4, least=CUT[method]) > FALSE_ALARM
+    assert likelihood(drafter, SAMPLED["temperature"], k=4, min_node_probability=CUT[method]) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("method", CUT)
@@ -264,7 +264,7 @@ def test_trees_that_are_cut_change_no_greedy_or_seeded_answer(method):
     for least in (0.0, CUT[method], 1.0):
         drafter = make_drafter(method)
         policy = ByRequest({}, Choice(drafter.name, 6))
-        policy.least = least
+        policy.min_node_probability = least
         stats = [one.stats for one in check(method, requests, drafter=drafter, policy=policy)[0].values()]
         drafted[least] = sum(one.num_draft_tokens for one in stats) / sum(one.num_drafts for one in stats)
     assert drafted[0.0] > drafted[CUT[method]] > drafted[1.0] == 1, "nodes are left out, but never the likeliest"
@@ -285,7 +285,7 @@ def test_a_cut_that_looks_at_the_targets_draw_is_noticed(method, monkeypatch):
 
     drafter = make_drafter(method, toy_config(3))
     monkeypatch.setattr(sys.modules[type(drafter).__module__], "likely_nodes", by_coin)
-    assert likelihood(drafter, SAMPLED["temperature"], k=4, least=CUT[method]) < FALSE_ALARM
+    assert likelihood(drafter, SAMPLED["temperature"], k=4, min_node_probability=CUT[method]) < FALSE_ALARM
 
 
 def test_the_distribution_test_would_notice_a_bias():

@@ -41,12 +41,12 @@ LEARNED = 6  # evidence of a trained drafter: it always proposes, and most propo
 class DraftRow(NamedTuple):
     """A sequence that needs a draft of at most `budget` nodes. Slots for them are reserved behind its tokens.
 
-    A deterministic draft may leave out nodes that the drafter itself finds less likely to be accepted than `least`.
+    A deterministic draft may leave out nodes that the drafter itself finds less likely to be accepted than `min_node_probability`.
     """
 
     sequence: Sequence
     budget: int
-    least: float = 0.0
+    min_node_probability: float = 0.0
 
 
 class VerifiedDraft(NamedTuple):

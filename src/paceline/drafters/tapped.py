@@ -326,7 +326,7 @@ def likely_nodes(scores: Floats, rows: SequenceOf[DraftRow], counts: SequenceOf[
     log probabilities, the highest first."""
     kept = list(counts)
     for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        if row.least:
-            least = math.log(row.least)
-            kept[at] = next((node for node in range(min(count, 1), count) if scores[at, node] < least), count)
+        if row.min_node_probability:
+            min_node_probability = math.log(row.min_node_probability)
+            kept[at] = next((node for node in range(min(count, 1), count) if scores[at, node] < min_node_probability), count)
     return kept

@@ -121,8 +121,8 @@ class DrafterSet:
         for tapped in self._tapped:
             tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])
 
-    def propose(self, batch: Batch, least: float = 0.0) -> Draft:
-        """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty. `least`: as in
+    def propose(self, batch: Batch, min_node_probability: float = 0.0) -> Draft:
+        """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty. `min_node_probability`: as in
         `DraftRow`."""
         early, self._early, self.seconds, self._timed = self._early, {}, {}, {}
         if not batch.num_drafted:
@@ -131,7 +131,7 @@ class DrafterSet:
         wanted: dict[str, list[tuple[int, DraftRow]]] = {}  # method -> row of the draft, and its wish
         for index, (method, budget) in batch.drafts.items():
             if method not in self.retired:
-                wanted.setdefault(method, []).append((place[index], DraftRow(batch.sequences[index], budget, least)))
+                wanted.setdefault(method, []).append((place[index], DraftRow(batch.sequences[index], budget, min_node_probability)))
         parts: list[tuple[list[int], Draft]] = []
         for method, asking in wanted.items():
             of = early.get(method)

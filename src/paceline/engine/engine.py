@@ -145,7 +145,7 @@ class Engine:
         if not len(batch):
             return None
         try:
-            return self.runner.launch(batch, self.drafters.propose(batch, self.policy.least))
+            return self.runner.launch(batch, self.drafters.propose(batch, self.policy.min_node_probability))
         except Exception as problem:
             self._lost = batch.sequences, memory_advice(problem)
             return None

@@ -299,7 +299,7 @@ def test_trees_that_are_cut_where_they_are_unsure_change_no_answer(decoder, samp
     for least in (0.0, 0.2, 1.0):
         drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels)
         policy = ByRequest({}, Choice(drafter.name, 8))
-        policy.least = least
+        policy.min_node_probability = least
         engine = Engine(decoder, SIZES, drafters=[drafter], policy=policy)
         (sequence,) = run(engine, requests)[0].values()
         assert sequence.output_tokens == answer

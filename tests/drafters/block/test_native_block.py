@@ -53,7 +53,7 @@ class Twin:
             state.start, state.end = start, end
         self.twin.propose(rows, after)
         for at, row in enumerate(rows):
-            self.compare(*(paths(tree[:, at], scores[at]) for tree, scores in (native, self.grown)), row.least)
+            self.compare(*(paths(tree[:, at], scores[at]) for tree, scores in (native, self.grown)), row.min_node_probability)
         self.compared, self.batches = self.compared + len(rows), self.batches | {len(rows)}
         return draft
 

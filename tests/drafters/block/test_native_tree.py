@@ -57,7 +57,7 @@ class Scene:
         )
         self.columns = torch.zeros(1, dtype=torch.int64)
 
-    def draft(self, anchors, nodes, least=0.0):
+    def draft(self, anchors, nodes, min_node_probability=0.0):
         capacity, length = 4, 3
         tokens = torch.zeros(len(anchors) * capacity + 1, dtype=torch.int64)
         tokens[torch.arange(len(anchors)) * capacity + length - 2] = anchors

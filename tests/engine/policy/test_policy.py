@@ -726,7 +726,7 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
         (choice,) = policy.plan([answer], 0, False)
         policy.learn()
         likely = [0.95] * 8 if rng.random() < 0.5 else [0.02] * 8
-        kept = max(sum(one >= policy.least for one in likely[: choice.budget]), 1) if choice.budget else 0
+        kept = max(sum(one >= policy.min_node_probability for one in likely[: choice.budget]), 1) if choice.budget else 0
         path = [node for node in range(kept) if rng.random() < likely[node]]
         committed = [1] * (len(path) + 1)
         answer.tokens += committed

@@ -130,7 +130,7 @@ class AdaptivePolicy:
         self._stopped: set[str] = set()  # methods that their guards have stopped for now
         self._job_values = JobValues()
         self._drafter_of: dict[str, Choice] = {}  # of each sequence's last draft
-        self._plan, self.least = _Plan(), 0.0
+        self._plan, self.min_node_probability = _Plan(), 0.0
         self._rows = NO_ROWS  # of the last plan
         self._lessons: list[_Lesson] = []  # not learnt yet
         # What follows from the tables, until something is learnt: seconds of steps with nodes, kinds of rows, and the
@@ -154,7 +154,7 @@ class AdaptivePolicy:
     # -- deciding
 
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
-        self._plan, self.least = _Plan(), 0.0
+        self._plan, self.min_node_probability = _Plan(), 0.0
         choices = [_choice(NONE, 0)] * len(sequences)
         if not self._evidence.drafters:
             return choices
@@ -265,7 +265,7 @@ class AdaptivePolicy:
             if self._plan.explores:
                 found = budgets.best(number, with_nodes, chosen, explore=True)
             elif step.base == number:  # no row has its k fixed
-                self.least = found.rate * _slope(with_nodes, round(found.drafted))
+                self.min_node_probability = found.rate * _slope(with_nodes, round(found.drafted))
             self._give(step.rows.keys, chosen, found, choices)
         elif not self._evidence.awaits(step.rows.sequences):
             self._pause_left = max(self._pause, number // LOOK_ROWS, 1)

@@ -24,7 +24,7 @@ class Choice:
 
 
 class Policy(Protocol):
-    least: float  # probability below which a node is not worth its row in the step that was planned last; 0: unknown
+    min_node_probability: float  # probability below which a node is not worth its row in the step that was planned last; 0: unknown
 
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
         """One choice per decoding sequence; `other_rows` of the same pass belong to prompts.
@@ -54,7 +54,7 @@ class Policy(Protocol):
 class LearnsNothing:
     """The part of a policy that one with a fixed plan leaves empty."""
 
-    least = 0.0
+    min_node_probability = 0.0
 
     def next_is_plain(self, sequences: SequenceOf[Sequence]) -> bool:
         return False
