@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from paceline import build
 from paceline.config import EngineConfig, ModelConfig, SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters.base import DraftRow
+from paceline.drafters.base import DraftRequest
 from paceline.drafters.block import checkpoint as dspark_checkpoint
 from paceline.drafters.block.drafter import DSparkDrafter, draft_ids
 from paceline.drafters.eagle.checkpoint import read, write
@@ -278,7 +278,7 @@ def reverse_dspark(folder: Path) -> dict[str, Any]:
         drafter.last_tokens = lambda req_indices, lengths, anchor=anchor: expected["tokens"][anchor : anchor + 1]
         drafter.absorb(TapBatch(expected["taps"].view(size, len(config.taps), -1), expected["tokens"], at, at, size))
         nothing = torch.zeros(1, dtype=torch.int64)
-        draft = drafter.draft([DraftRow(sequence, len(chain))], nothing, nothing + anchor + 1)
+        draft = drafter.draft([DraftRequest(sequence, len(chain))], nothing, nothing + anchor + 1)
         same += draft.tokens[0].tolist() == chain
     return {"dspark_chains": len(expected["chains"]), "dspark_same": same}
 

@@ -20,7 +20,7 @@ from paceline import SamplingParams
 from paceline.bench.prompts import shipped
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRequest
 from paceline.engine.policy.interface import DEEPEST
 from paceline.engine.policy.survival import bucket, first_guess
 from paceline.models.load.hub import resolve
@@ -41,7 +41,7 @@ def asked(loaded: LoadedModel, path: str | None, count: int) -> Iterator[list[in
 
 def likeliest(drafter: Drafter, sequence: Sequence) -> list[int]:
     """The tokens of a draft along the first child of the first child, and so on: siblings stand in order."""
-    draft = drafter.propose([DraftRow(sequence, DEPTH)])
+    draft = drafter.propose([DraftRequest(sequence, DEPTH)])
     tokens, parents, path, node = draft.tokens[0].tolist(), draft.parents[0].tolist()[: int(draft.num_nodes[0])], [], -1
     while node in parents:
         node = parents.index(node)

@@ -27,7 +27,7 @@ from paceline import SamplingParams
 from paceline.config import AUTO
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
-from paceline.drafters import DraftRow
+from paceline.drafters import DraftRequest
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.policy.adaptive import AdaptivePolicy
@@ -65,7 +65,7 @@ class Lookup(HostDrafter):
             path.append(len(path))
         return path
 
-    def propose(self, rows: Sequence[DraftRow]) -> Draft:
+    def propose(self, rows: Sequence[DraftRequest]) -> Draft:
         raise NotImplementedError
 
 
@@ -135,7 +135,7 @@ class Run:
         """Whether it drafted, and microseconds of each part of the policy's work."""
         spent: dict[str, float] = {}
         choices = _timed(spent, "plan", lambda: self.policy.plan(self.answers, 0, False))
-        self.chosen.update(repr([(choice.method, choice.budget) for choice in choices]).encode())
+        self.chosen.update(repr([(choice.method, choice.max_nodes) for choice in choices]).encode())
         _timed(spent, "meanwhile", self.policy.learn)
         report = self._report(choices)
         _timed(spent, "observe", lambda: self.policy.observe(report))
@@ -150,18 +150,18 @@ class Run:
         outputs, paths = [], []
         for answer, choice in zip(self.answers, choices, strict=True):
             drafter = self.drafters.get(choice.method)
-            path = drafter.path(answer, choice.budget) if drafter else []
+            path = drafter.path(answer, choice.max_nodes) if drafter else []
             tokens = [1] * min(len(path) + 1, answer.room)
             answer.tokens += tokens
-            depth = min(choice.budget, 0 if drafter is None else drafter.depth)
+            depth = min(choice.max_nodes, 0 if drafter is None else drafter.depth)
             outputs.append(
-                StepOutput(answer, tokens, "", [], not answer.room, choice.method, choice.budget, len(path), depth)
+                StepOutput(answer, tokens, "", [], not answer.room, choice.method, choice.max_nodes, len(path), depth)
             )
             paths.append(path)
-        rows = len(choices) + sum(choice.budget for choice in choices)
+        rows = len(choices) + sum(choice.max_nodes for choice in choices)
         draft_s = {}
         for method, drafter in self.drafters.items():
-            most = max((choice.budget for choice in choices if choice.method == method), default=0)
+            most = max((choice.max_nodes for choice in choices if choice.method == method), default=0)
             if most:
                 draft_s[method] = 1 if drafter.trees else most, drafter.seconds
         pass_s = 1e-3 * float(np.interp(rows, list(self.cell.pass_ms), list(self.cell.pass_ms.values())))

@@ -33,7 +33,7 @@ from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
-from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRequest
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.drafter_set import CATCHING_UP
@@ -167,12 +167,12 @@ class Oracle(HostDrafter):
     def lag(self, sequence: Answer) -> int:
         return len(sequence.tokens) - min(self._read.get(sequence.key, 0), len(sequence.tokens) - 1)
 
-    def propose(self, rows: Sequence[DraftRow]) -> Draft:
+    def propose(self, rows: Sequence[DraftRequest]) -> Draft:
         chains = []
         for row in rows:
-            self._read[row.sequence.key] = len(row.sequence.tokens) + row.budget - 1
+            self._read[row.sequence.key] = len(row.sequence.tokens) + row.max_nodes - 1
             done, coming = row.sequence.num_output, self.answers[row.sequence.key]
-            chains.append([self._guess(row.sequence, coming, done + ahead) for ahead in range(row.budget)])
+            chains.append([self._guess(row.sequence, coming, done + ahead) for ahead in range(row.max_nodes)])
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains])
         return Draft.chains(tokens, torch.tensor(list(map(len, chains))))
@@ -300,11 +300,11 @@ class Replay:
         drafted: dict[int, tuple[int, int, int]] = {}  # (nodes, depth, accepted)
         drafting, known = 0.0, dict[str, tuple[int, float]]()
         for drafter in self.drafters:
-            at = [i for i, choice in enumerate(choices) if choice.budget and choice.method == drafter.name]
+            at = [i for i, choice in enumerate(choices) if choice.max_nodes and choice.method == drafter.name]
             if at:
                 behind = max(drafter.lag(live[i][0]) for i in at)
-                draft = drafter.propose([DraftRow(live[i][0], choices[i].budget) for i in at])
-                depth = max(choices[i].budget for i in at)
+                draft = drafter.propose([DraftRequest(live[i][0], choices[i].max_nodes) for i in at])
+                depth = max(choices[i].max_nodes for i in at)
                 taken = self.clock.drafting[drafter.name].seconds(len(at), depth)
                 if behind <= CATCHING_UP:
                     known[drafter.name] = depth, taken

@@ -27,7 +27,7 @@ from policy_replay import VOCABULARY, Record, follow
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRequest
 from paceline.drafters.lookup.suffix import SuffixDrafter
 
 BUDGET = 8
@@ -53,7 +53,7 @@ def decode(drafter: SuffixDrafter, group: list[Record], weights: Any | None, tim
         drafter.look([sequence for sequence, _ in live])
         for sequence, _ in live:
             drafter.evidence(sequence)
-        draft = drafter.propose([DraftRow(sequence, BUDGET) for sequence, _ in live])
+        draft = drafter.propose([DraftRequest(sequence, BUDGET) for sequence, _ in live])
         taken = time.perf_counter() - started
         for row, (sequence, answer) in enumerate(live):
             _, accepted = follow(draft, row, sequence, answer)

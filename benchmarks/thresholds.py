@@ -20,7 +20,7 @@ from paceline import SamplingParams
 from paceline.config import EngineConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
-from paceline.drafters import DraftRow
+from paceline.drafters import DraftRequest
 from paceline.drafters.base import HostDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import Choice, LearnsNothing
@@ -37,10 +37,10 @@ class Refused(HostDrafter):
 
     name = "refused"
 
-    def propose(self, rows: Sequence[DraftRow]) -> Draft:
-        width = max(row.budget for row in rows)
+    def propose(self, rows: Sequence[DraftRequest]) -> Draft:
+        width = max(row.max_nodes for row in rows)
         tokens = torch.full((len(rows), width), 7, dtype=torch.int64)
-        return Draft.chains(tokens, torch.tensor([row.budget for row in rows]))
+        return Draft.chains(tokens, torch.tensor([row.max_nodes for row in rows]))
 
 
 class EveryoneDrafts(LearnsNothing):

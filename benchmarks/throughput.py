@@ -100,7 +100,7 @@ def main() -> None:
         device=args.device,
         method=args.method,
         max_num_seqs=args.rows,
-        max_num_batched_tokens=args.budget,
+        max_num_batched_tokens=args.max_nodes,
         max_model_len=1024,
     )
     print(f"start-up {llm.load_s:.1f} s", flush=True)

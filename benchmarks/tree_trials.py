@@ -34,7 +34,7 @@ from torch import Tensor
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.core.draft import Draft
-from paceline.drafters.base import DraftRow
+from paceline.drafters.base import DraftRequest
 from paceline.drafters.block.checkpoint import read
 from paceline.drafters.block.config import CONFIDENCE
 from paceline.drafters.block.drafter import DSparkDrafter
@@ -130,7 +130,7 @@ class Trials(DSparkDrafter):
 
     @torch.inference_mode()
     def draft(self, rows: Any, req_indices: Tensor, lengths: Tensor) -> Draft:
-        if rows[0].budget < MOST:  # the answer is about to end
+        if rows[0].max_nodes < MOST:  # the answer is about to end
             return Draft.empty(1)
         super().draft(rows, req_indices, lengths)
         most = max(self.sizes)
@@ -162,7 +162,7 @@ class Trials(DSparkDrafter):
         """`suffix`: the lookup's tree; `merged n`: its nodes in turn with the drafter's own, n in all."""
         assert self.lookup is not None
         self.support = self.lookup.evidence(sequence)
-        found = self.lookup.propose([DraftRow(sequence, most)])
+        found = self.lookup.propose([DraftRequest(sequence, most)])
         count = int(found.num_nodes[0])
         self.trials["suffix"] = Tree(found.tokens[0, :count].tolist(), found.parents[0, :count].tolist(), [], {})
         for size in self.sizes:

@@ -97,8 +97,8 @@ class KnowingDrafter(HostDrafter):
         self._costs, self._clock, self._said = costs, clock, said.tolist()
 
     def propose(self, rows):
-        self._clock.spend(self._costs.draft_s * max(row.budget for row in rows))
-        chains = [self.guess(row.sequence, row.budget) for row in rows]
+        self._clock.spend(self._costs.draft_s * max(row.max_nodes for row in rows))
+        chains = [self.guess(row.sequence, row.max_nodes) for row in rows]
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
         return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]))

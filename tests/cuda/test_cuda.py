@@ -59,11 +59,11 @@ class Bushes(HostDrafter):
         self.answers = {}
 
     def propose(self, rows):
-        draft = Draft.empty(len(rows), width=max(row.budget for row in rows))
+        draft = Draft.empty(len(rows), width=max(row.max_nodes for row in rows))
         for at, row in enumerate(rows):
             outputs, parent, node = row.sequence.num_output, -1, 0
             for depth, token in enumerate(
-                self.answers[row.sequence.request_id][outputs : outputs + row.budget // 2], start=1
+                self.answers[row.sequence.request_id][outputs : outputs + row.max_nodes // 2], start=1
             ):
                 missed = (outputs + depth) % 7 == 0
                 for drafted in ((token + depth) % CONFIG.vocab_size, token)[: 1 if missed else 2]:

@@ -269,7 +269,7 @@ class DynamicTrees(TappedDrafter):
         e = tokens[:, 2, 0]
         drafted = torch.where(sure[:, None], torch.stack((a, d, e, b), 1), torch.stack((a, b, d, c), 1))
         parents = torch.where(sure[:, None], self.shapes[0], self.shapes[1])
-        counts = torch.tensor([min(row.budget, 4) for row in rows])
+        counts = torch.tensor([min(row.max_nodes, 4) for row in rows])
         most = int(counts.max())
         return Draft.device_trees(drafted[:, :most], parents[:, :most], counts, 3)
 

@@ -62,7 +62,7 @@ def make_draft(noise: random.Random, batch: int, width: int, *, trees: bool) -> 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(0, 6), st.booleans(), st.booleans())
 def test_every_row_matches_the_definition(seed, num_rows, width, decodes, trees):
     noise = random.Random(seed)
-    batch = make_batch(noise, num_rows, decodes=decodes, budget=width)
+    batch = make_batch(noise, num_rows, decodes=decodes, max_nodes=width)
     sampled = [index for index, row in enumerate(batch.rows) if row.samples]
     draft = make_draft(noise, len(sampled), width, trees=trees)
     layout = lay_out(batch, draft, BLOCK)
@@ -166,7 +166,7 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
 def test_shapes_of_large_steps_are_not_kept(monkeypatch):
     """Each may take megabytes, and they rarely come again."""
     noise = random.Random(1)
-    batch, draft = make_batch(noise, 4, decodes=True, budget=6), make_draft(noise, 4, 6, trees=True)
+    batch, draft = make_batch(noise, 4, decodes=True, max_nodes=6), make_draft(noise, 4, 6, trees=True)
     layout_module._kept_shape.cache_clear()
     kept = lay_out(batch, draft, BLOCK)
     assert lay_out(batch, draft, BLOCK).shape is kept.shape
@@ -235,7 +235,7 @@ def test_numbers_packed_for_a_device_arrive_whole_and_aligned(monkeypatch):
 def test_a_tree_known_on_the_device_alone_is_placed_as_the_host_would(seed, num_rows, width):
     """Malformed ones too: parents and tokens are made sound, and nothing else changes."""
     noise = random.Random(seed)
-    batch = make_batch(noise, num_rows, decodes=True, budget=width)
+    batch = make_batch(noise, num_rows, decodes=True, max_nodes=width)
     draft = make_draft(noise, num_rows, width, trees=True)
     wrong = torch.tensor([[noise.choice([0, 0, 0, -7, 9]) for _ in range(width)] for _ in range(num_rows)])
     unknown = Draft.device_trees(draft.tokens, draft.parents + wrong, draft.num_nodes, width)

@@ -58,22 +58,22 @@ class Serving:
         decoding = [one for one in self.sequences if one.key not in new]
         planned = [Choice()] * len(decoding) if self.resting else self.policy.plan(decoding, 0, False)
         choices = dict(zip([one.key for one in decoding], planned, strict=True))
-        begun, self.begun = self.begun, {key: one.budget for key, one in choices.items() if one.method == "trees"}
+        begun, self.begun = self.begun, {key: one.max_nodes for key, one in choices.items() if one.method == "trees"}
         self.policy.learn()
         outputs, paths, lag, drafts = [], [], 0, 0
         for one in self.sequences:
             choice, path = choices.get(one.key, Choice()), []
             self.lag[one.key] += 1
             if choice.method == "trees":
-                choices[one.key] = choice = Choice("trees", min(choice.budget, begun.get(one.key, 64)))
-                path = [node for node in range(choice.budget) if self.rng.random() < self.drafter.shares[node]]
+                choices[one.key] = choice = Choice("trees", min(choice.max_nodes, begun.get(one.key, 64)))
+                path = [node for node in range(choice.max_nodes) if self.rng.random() < self.drafter.shares[node]]
                 lag, drafts, self.lag[one.key] = lag + self.lag[one.key], drafts + 1, 0
             committed = [1] * (len(path) + 1)
             one.tokens += committed
             self.left[one.key] -= len(committed)
-            outputs.append(ResultRow(one, committed, False, choice.method, choice.budget, len(path), 8))
+            outputs.append(ResultRow(one, committed, False, choice.method, choice.max_nodes, len(path), 8))
             paths.append(path)
-        nodes = sum(choice.budget for choice in choices.values())
+        nodes = sum(choice.max_nodes for choice in choices.values())
         rows = len(decoding) + PROMPT * len(new)
         if not new:
             self.rows.append(rows + nodes)

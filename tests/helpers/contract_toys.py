@@ -198,7 +198,7 @@ class PairDrafter(TappedDrafter):
         self.cache.v[batch.slots[valid], 0, 0] = batch.tokens[valid].float()
 
     def draft(self, rows, req_indices, lengths):
-        width = max(row.budget for row in rows)
+        width = max(row.max_nodes for row in rows)
         tokens, parents = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width).long()
         for at, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
             self.begun += length > len(row.sequence.tokens)
@@ -212,14 +212,14 @@ class PairDrafter(TappedDrafter):
             last = tokens_after[-1] if tokens_after else row.sequence.tokens[-1]
             pair = (pairs[-1] % self.vocab_size if pairs else 0) * self.vocab_size + last
             trunk = -1
-            for node in range(row.budget):
+            for node in range(row.max_nodes):
                 guess = known.get(pair, (pair * 7) % self.vocab_size)
                 if node % 2:  # a second guess beside the node before
                     tokens[at, node], parents[at, node] = (guess + 1) % self.vocab_size, parents[at, node - 1]
                     pair = pair % self.vocab_size * self.vocab_size + guess
                 else:
                     tokens[at, node], parents[at, node], trunk = guess, trunk, node
-        return Draft.device_trees(tokens, parents, torch.tensor([row.budget for row in rows]), (width + 1) // 2)
+        return Draft.device_trees(tokens, parents, torch.tensor([row.max_nodes for row in rows]), (width + 1) // 2)
 
 
 @functools.lru_cache(None)

@@ -41,7 +41,7 @@ class ChainDrafter(FakeDrafter):
         for row in rows:
             context = list(row.sequence.tokens)
             noise = random.Random(len(context) * 7919 + context[-1])
-            for _ in range(noise.randint(0, row.budget)):
+            for _ in range(noise.randint(0, row.max_nodes)):
                 logits = context_logits(context, self.vocab_size)
                 best = max(range(self.vocab_size), key=logits.__getitem__)
                 context.append(best if noise.random() < 0.7 else noise.randrange(self.vocab_size))
@@ -56,13 +56,13 @@ class TreeDrafter(FakeDrafter):
     """A random tree; children are drawn without replacement from a q that leans towards the target."""
 
     def propose(self, rows):
-        width = max(row.budget for row in rows)
+        width = max(row.max_nodes for row in rows)
         draft = Draft.empty(len(rows), width=width)
         row_of = torch.full((len(rows), width + 1), -1)
         probs: list[torch.Tensor] = []
         for b, row in enumerate(rows):
             noise = random.Random(len(row.sequence.tokens) * 104729 + row.sequence.tokens[-1])
-            parents = [noise.randrange(-1, node) for node in range(row.budget)]  # the shape comes first
+            parents = [noise.randrange(-1, node) for node in range(row.max_nodes)]  # the shape comes first
             contexts = {-1: list(row.sequence.tokens)}
             taken: dict[int, set[int]] = {}
             for node, parent in enumerate(parents):
@@ -107,7 +107,7 @@ class GreedyBudgetDrafter(ChainDrafter):
     """Ignores its budget."""
 
     def propose(self, rows):
-        width = max(row.budget for row in rows) + 3
+        width = max(row.max_nodes for row in rows) + 3
         return Draft.chains(torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows),), width))
 
 
@@ -163,7 +163,7 @@ class TapDrafter(TappedDrafter):
 
     def draft(self, rows, req_indices, lengths):
         """Nodes with random parents; at the root mostly the token `HashModel` picks, where the host knows the text."""
-        width = max(row.budget for row in rows)
+        width = max(row.max_nodes for row in rows)
         tokens, parents = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
         for at, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
             sequence = row.sequence
@@ -171,11 +171,11 @@ class TapDrafter(TappedDrafter):
             self.check(sequence, len(sequence.tokens))
             noise = random.Random(length)
             best = context_logits(sequence.tokens, self.vocab_size)
-            for node in range(row.budget):
+            for node in range(row.max_nodes):
                 parents[at, node] = noise.randrange(-1, node)
                 tokens[at, node] = (
                     max(range(self.vocab_size), key=best.__getitem__) if node == 0 else noise.randrange(11)
                 )
                 if self.malformed and noise.random() < 0.5:
                     parents[at, node], tokens[at, node] = noise.randrange(-9, 9), noise.randrange(-99, 99)
-        return Draft.device_trees(tokens, parents, torch.tensor([row.budget for row in rows]), depth_bound=width)
+        return Draft.device_trees(tokens, parents, torch.tensor([row.max_nodes for row in rows]), depth_bound=width)

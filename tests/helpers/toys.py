@@ -9,7 +9,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import DraftRow
+from paceline.drafters import DraftRequest
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import Choice, LearnsNothing
 from paceline.models.plan import ModelOutput
@@ -85,7 +85,7 @@ def sequence_of(tokens, num_prompt=None, request_id="a", index=0):
 
 def propose(drafter, sequence, budget):
     """(tokens, parents) of a valid draft of one row."""
-    draft = drafter.propose([DraftRow(sequence, budget)])
+    draft = drafter.propose([DraftRequest(sequence, budget)])
     draft.validate(1 << 30)
     assert draft.q is None
     count = int(draft.num_nodes[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.drafters.base import DraftRow
+from paceline.drafters.base import DraftRequest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -45,6 +45,6 @@ def test_every_case_of_verification_runs_as_the_engine_runs_it(monkeypatch: pyte
 def test_drafts_that_are_to_be_refused_are_valid() -> None:
     from thresholds import Refused
 
-    draft = Refused().propose([DraftRow(None, 3), DraftRow(None, 1)])
+    draft = Refused().propose([DraftRequest(None, 3), DraftRequest(None, 1)])
     draft.validate(50)
     assert draft.num_nodes.tolist() == [3, 1]

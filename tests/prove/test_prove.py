@@ -138,7 +138,7 @@ def test_the_changing_policy_leaves_plain_answers_plain_and_tries_every_method_a
     assert policy.plan([sequence("none", length) for length in range(40)], 0, False) == [Choice()] * 40
     drawn = policy.plan([sequence("auto", length) for length in range(90)], 0, False)
     assert {choice.method for choice in drawn} == {"none", "ngram", "suffix"}
-    assert {choice.budget for choice in drawn} == set(range(9))
+    assert {choice.max_nodes for choice in drawn} == set(range(9))
     assert policy.plan([sequence("auto", 98)], 0, False) == [Choice()], "the last token is the target's own"
 
 

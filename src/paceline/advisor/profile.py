@@ -24,7 +24,7 @@ from paceline.bench.runner import WARM_UP, OnProgress, Plan
 from paceline.config import SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as TokenSequence
-from paceline.drafters import Drafter, DraftRow
+from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import CATCH_UP, DraftModelDrafter
 from paceline.engine.drafter_set import CATCHING_UP
@@ -48,12 +48,12 @@ class RejectedDrafter(HostDrafter):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def propose(self, rows: Sequence[DraftRow]) -> Draft:
-        width = max(row.budget for row in rows)
+    def propose(self, rows: Sequence[DraftRequest]) -> Draft:
+        width = max(row.max_nodes for row in rows)
         tokens = [
             [(31 * row.sequence.tokens[-1] + 7 * at + 11) % self._vocab_size for at in range(width)] for row in rows
         ]
-        counts = torch.tensor([row.budget for row in rows], dtype=torch.int64)
+        counts = torch.tensor([row.max_nodes for row in rows], dtype=torch.int64)
         return Draft.chains(torch.tensor(tokens, dtype=torch.int64), counts)
 
 
@@ -162,7 +162,7 @@ def _lookup(subject: Machine, drafter: Drafter, tokens: Sequence[int]) -> Drafte
     spent = []
     for _ in range(2 * ROUNDS):
         started = subject.clock()
-        drafter.propose([DraftRow(sequence, DRAFT_DEPTH)])
+        drafter.propose([DraftRequest(sequence, DRAFT_DEPTH)])
         spent.append(subject.clock() - started)
     bound = getattr(SpeculationConfig(), f"{drafter.name}_bytes", 0)  # of a store of earlier answers
     seconds = {1: median(spent) / DRAFT_DEPTH}

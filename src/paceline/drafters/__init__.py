@@ -9,7 +9,7 @@ from paceline.config import NONE
 from paceline.drafters.methods import METHODS, method_names
 
 if TYPE_CHECKING:
-    from paceline.drafters.base import Drafter, DrafterContext, DraftRow
+    from paceline.drafters.base import Drafter, DrafterContext, DraftRequest
 
 DRAFTERS = {name: method.make for name, method in METHODS.items()}
 __all__ = ["DRAFTERS", "METHODS", "NONE", "DraftRow", "Drafter", "DrafterContext", "method_names"]

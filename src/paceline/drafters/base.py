@@ -38,14 +38,14 @@ SAMPLED = 4096  # values of a tensor that enter its digest
 LEARNED = 6  # evidence of a trained drafter: it always proposes, and most proposals are good
 
 
-class DraftRow(NamedTuple):
-    """A sequence that needs a draft of at most `budget` nodes. Slots for them are reserved behind its tokens.
+class DraftRequest(NamedTuple):
+    """A sequence that needs a draft of at most `max_nodes` nodes. Slots for them are reserved behind its tokens.
 
     A deterministic draft may leave out nodes that the drafter itself finds less likely to be accepted than `min_node_probability`.
     """
 
     sequence: Sequence
-    budget: int
+    max_nodes: int
     min_node_probability: float = 0.0
 
 
@@ -88,7 +88,7 @@ class Drafter(Protocol):
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers of `kv_layers`; called once, before anything else."""
 
-    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
+    def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
         """One draft row for each of `rows`, in order; any may be empty. Never more nodes than the row's budget."""
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -111,15 +111,15 @@ class DeviceDrafter(Drafter, Protocol):
     device: torch.device
     warm: bool  # False: the last draft compiled or captured something, so its time is not typical
 
-    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
+    def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
         """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Slots
-        for `budget` nodes behind all tokens the step may commit are reserved. Such a draft need not be used."""
+        for `max_nodes` nodes behind all tokens the step may commit are reserved. Such a draft need not be used."""
 
     def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
         """A step was read. `verified`: this drafter's drafts in it; `early`: sequences with a draft begun behind it."""
 
-    def use_early(self, rows: SequenceOf[DraftRow]) -> None:
-        """Drafts begun behind the step are used: the first `budget` nodes of each row."""
+    def use_early(self, rows: SequenceOf[DraftRequest]) -> None:
+        """Drafts begun behind the step are used: the first `max_nodes` nodes of each row."""
 
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:
         """The slots [start, end) of the drafter's own K/V that are valid now."""

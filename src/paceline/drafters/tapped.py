@@ -24,7 +24,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict, VerdictRow
-from paceline.drafters.base import LEARNED, DraftRow, VerifiedDraft, excluded
+from paceline.drafters.base import LEARNED, DraftRequest, VerifiedDraft, excluded
 from paceline.models.backends.cpu.kernels import native_ring_store
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import slots_of
@@ -164,7 +164,7 @@ class TappedDrafter:
         self._ring = TapRing()
         self.device = torch.device("cpu")
 
-    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Draft:
         """Drafts for sequences of these lengths, which are on the device. All their pairs are absorbed."""
         raise NotImplementedError
 
@@ -192,7 +192,7 @@ class TappedDrafter:
         """Where valid slots end once everything known of a sequence of this length is absorbed."""
         return length - 1 + self._shift
 
-    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
+    def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
         sequences = [row.sequence for row in rows]
         req_indices, lengths = self._where(sequences, after)
         if self.kv_layers:
@@ -298,7 +298,7 @@ class TappedDrafter:
         """The step behind which drafts were begun was read: all tokens it committed are absorbed."""
         self._caught_up(early)
 
-    def use_early(self, rows: SequenceOf[DraftRow]) -> None:
+    def use_early(self, rows: SequenceOf[DraftRequest]) -> None:
         pass
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -321,7 +321,7 @@ class TappedDrafter:
         pass
 
 
-def likely_nodes(scores: Floats, rows: SequenceOf[DraftRow], counts: SequenceOf[int]) -> list[int]:
+def likely_nodes(scores: Floats, rows: SequenceOf[DraftRequest], counts: SequenceOf[int]) -> list[int]:
     """How many of the first `counts` nodes are as likely as their row asks for, and at least one. `scores` (B, N) are
     log probabilities, the highest first."""
     kept = list(counts)

@@ -21,14 +21,14 @@ NO_TABLES: Tables = np.empty((0, 0), np.int32)
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's share of a step: `count` of its tokens from `first` on, then a draft of at most `budget` nodes."""
+    """One sequence's share of a step: `count` of its tokens from `first` on, then a draft of at most `max_nodes` nodes."""
 
     sequence: Sequence
     first: int
     count: int
     samples: bool  # it computes the sequence's last token, so the pass yields a next one
     method: str = NONE
-    budget: int = 0
+    max_nodes: int = 0
 
 
 class Batch:
@@ -51,7 +51,7 @@ class Batch:
         self.drafts = drafts or {}  # by row: method and nodes at the most
         # (B,) the row of the unread verdict the batch follows that a row's token is taken from; -1: the host knows it.
         self.behind = behind
-        self.num_drafted = sum([budget for _, budget in self.drafts.values()])  # nodes, at the most
+        self.num_drafted = sum([max_nodes for _, max_nodes in self.drafts.values()])  # nodes, at the most
         self.num_tokens = sum(count.tolist()) + self.num_drafted  # of the target pass at the most
         self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(sequences)
@@ -64,7 +64,7 @@ class Batch:
         first, count = np.array([row.first for row in rows], np.int64), np.array([row.count for row in rows], np.int64)
         req_indices = np.array([row.sequence.req_index for row in rows], np.int64)
         samples = np.array([row.samples for row in rows], np.bool_)
-        drafts = {index: (row.method, row.budget) for index, row in enumerate(rows) if row.budget}
+        drafts = {index: (row.method, row.max_nodes) for index, row in enumerate(rows) if row.max_nodes}
         return Batch([row.sequence for row in rows], first, count, samples, tables, req_indices, drafts=drafts)
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters import Drafter, DraftRow
+from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import DeviceDrafter, HostDrafter, VerifiedDraft
 from paceline.drafters.tapped import Chunk, Committed, TapRing
 from paceline.engine.batch import Batch
@@ -123,15 +123,15 @@ class DrafterSet:
 
     def propose(self, batch: Batch, min_node_probability: float = 0.0) -> Draft:
         """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty. `min_node_probability`: as in
-        `DraftRow`."""
+        `DraftRequest`."""
         early, self._early, self.seconds, self._timed = self._early, {}, {}, {}
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))
         place = batch.place
-        wanted: dict[str, list[tuple[int, DraftRow]]] = {}  # method -> row of the draft, and its wish
-        for index, (method, budget) in batch.drafts.items():
+        wanted: dict[str, list[tuple[int, DraftRequest]]] = {}  # method -> row of the draft, and its wish
+        for index, (method, max_nodes) in batch.drafts.items():
             if method not in self.retired:
-                wanted.setdefault(method, []).append((place[index], DraftRow(batch.sequences[index], budget, min_node_probability)))
+                wanted.setdefault(method, []).append((place[index], DraftRequest(batch.sequences[index], max_nodes, min_node_probability)))
         parts: list[tuple[list[int], Draft]] = []
         for method, asking in wanted.items():
             of = early.get(method)
@@ -155,7 +155,7 @@ class DrafterSet:
             mine = [(index, nodes) for index, nodes in going if batch.drafts[index][0] == name]
             if not mine:
                 continue
-            rows = [DraftRow(batch.sequences[index], nodes) for index, nodes in mine]
+            rows = [DraftRequest(batch.sequences[index], nodes) for index, nodes in mine]
             drafter, behind = self._on_device[name], replace(unread, rows=[place[index] for index, _ in mine])
             with Stopwatch(unread.tokens.is_cuda) as watch:
                 draft = self._propose(drafter, rows, behind)
@@ -164,22 +164,22 @@ class DrafterSet:
                 at = {row.sequence.key: i for i, row in enumerate(rows) if counts[i]}
                 self._early[name] = EarlyDraft(draft, at, watch if drafter.warm else None)
 
-    def _adopt(self, of: EarlyDraft, method: str, rows: list[DraftRow]) -> Draft:
+    def _adopt(self, of: EarlyDraft, method: str, rows: list[DraftRequest]) -> Draft:
         """What was begun for these rows, as far as it is wanted now."""
         at = [of.rows[row.sequence.key] for row in rows]
         there = of.draft.num_nodes.tolist()
-        counts = [min(row.budget, there[i]) for row, i in zip(rows, at, strict=True)]
+        counts = [min(row.max_nodes, there[i]) for row, i in zip(rows, at, strict=True)]
         self._timed[method] = Timed(self._steps(self._on_device[method], of.draft), of.watch, before=True)
         self.seconds[method] = max(counts), 0.0
         self._on_device[method].use_early(
-            [DraftRow(*pair) for pair in zip([r.sequence for r in rows], counts, strict=True)]
+            [DraftRequest(*pair) for pair in zip([r.sequence for r in rows], counts, strict=True)]
         )
         return of.draft.take(at, counts)
 
-    def _timely(self, method: str, rows: list[DraftRow], more: bool) -> Draft | None:
+    def _timely(self, method: str, rows: list[DraftRequest], more: bool) -> Draft | None:
         """A draft from the start, and what it took; `more`: other rows' drafts were begun before."""
         drafter, on_device = self._by_name[method], self._on_device.get(method)
-        lag, most = self._lag(drafter, rows), max([row.budget for row in rows])
+        lag, most = self._lag(drafter, rows), max([row.max_nodes for row in rows])
         if on_device is None:
             started = time.perf_counter()
             draft = self._propose(drafter, rows, None)
@@ -211,19 +211,19 @@ class DrafterSet:
         return 1 if drafter.trees else draft.max_depth
 
     @staticmethod
-    def _lag(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
+    def _lag(drafter: Drafter, rows: SequenceOf[DraftRequest]) -> int:
         try:
             return sum([drafter.lag(row.sequence) for row in rows]) // len(rows)
         except Exception:  # it will say so when it is asked to draft
             return CATCHING_UP + 1
 
-    def _propose(self, drafter: Drafter, rows: list[DraftRow], after: UnreadVerdict | None) -> Draft | None:
+    def _propose(self, drafter: Drafter, rows: list[DraftRequest], after: UnreadVerdict | None) -> Draft | None:
         try:
             draft = drafter.propose(rows) if after is None else self._on_device[drafter.name].propose(rows, after)
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            if any(map(operator.gt, draft.trees.num_nodes, [row.budget for row in rows])):
+            if any(map(operator.gt, draft.trees.num_nodes, [row.max_nodes for row in rows])):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):

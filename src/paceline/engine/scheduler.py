@@ -255,7 +255,7 @@ class Scheduler:
         """Give the sequence its row, at younger ones' cost if need be; `promised` tokens are other decodes'."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
-        length, first, budget = len(sequence.tokens), sequence.num_computed, choice.budget
+        length, first, budget = len(sequence.tokens), sequence.num_computed, choice.max_nodes
         left, uncomputed = self._most_tokens - self._num_tokens, length - first
         count = uncomputed if uncomputed < left else left
         if count <= 0:
@@ -335,8 +335,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         row = self._rows.pop(sequence.key, None)
         if row is not None:
-            self._num_tokens -= row.count + row.budget
-            self._num_drafted -= row.budget
+            self._num_tokens -= row.count + row.max_nodes
+            self._num_drafted -= row.max_nodes
         self._changes += 1
         self._looking.pop(sequence.key, None)
         self.running.remove(sequence)

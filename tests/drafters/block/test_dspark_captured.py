@@ -15,7 +15,7 @@ require_interpreter()
 
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import DraftRow
+from paceline.drafters.base import DraftRequest
 from paceline.drafters.block import block_pass as block_passes
 from paceline.drafters.block import context_kv as absorbing
 from paceline.drafters.tapped import TapRing
@@ -96,7 +96,7 @@ def test_captured_and_native_drafts_are_those_of_the_reference_kernels(other, mo
         drafter, sequences = scene(kernels, recorder, lengths, monkeypatch)
         assert bool(drafter._passes._captured) == bool(drafter._absorbing._graphs) == (recorder is not None)
         budgets = [5 + 7 * at for at in range(len(sequences))]
-        rows = [DraftRow(*pair) for pair in zip(sequences, budgets, strict=True)]
+        rows = [DraftRequest(*pair) for pair in zip(sequences, budgets, strict=True)]
         drafts.append(drafter.propose(rows).on_host(CONFIG.vocab_size))
         caches.append(drafter._passes._caches[0])
         for sequence, length in zip(sequences, lengths, strict=True):

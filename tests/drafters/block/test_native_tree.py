@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafters.base import DraftRow
+from paceline.drafters.base import DraftRequest
 from paceline.drafters.block.native import BlockRow, NativeBlocks
 from paceline.drafters.block.tree import grow, lattice
 from paceline.drafters.tapped import likely_nodes
@@ -63,7 +63,7 @@ class Scene:
         tokens[torch.arange(len(anchors)) * capacity + length - 2] = anchors
         self.blocks.bind(self.stack, self.columns, (torch.zeros(len(tokens), 1, 1), tokens, capacity))
         rows = [BlockRow(req_index, length, 0, 0, 0, 32) for req_index in range(len(anchors))]
-        asked = [DraftRow(None, nodes, least)] * len(rows)
+        asked = [DraftRequest(None, nodes, least)] * len(rows)
         return map(torch.from_numpy, self.blocks.draft(rows, [[2, 3]] * len(rows), asked, nodes))
 
 
@@ -130,6 +130,6 @@ def test_logits_that_are_no_numbers_end_nothing(kernels, value):
 
 def test_nodes_less_likely_than_asked_for_are_left_out() -> None:
     scores = np.log(np.array([[0.6, 0.3, 0.2, 0.1], [0.05, 0.04, 0.03, 0.02], [0.6, 0.3, 0.2, 0.1]], np.float32))
-    rows = [DraftRow(None, 4, least) for least in (0.15, 0.15, 0.0)]  # type: ignore[arg-type]
+    rows = [DraftRequest(None, 4, least) for least in (0.15, 0.15, 0.0)]  # type: ignore[arg-type]
     assert likely_nodes(scores, rows, [4, 4, 4]) == [3, 1, 4]
     assert likely_nodes(scores, rows, [2, 0, 4]) == [2, 0, 4]

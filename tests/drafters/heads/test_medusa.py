@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline import LLM, SamplingParams
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
-from paceline.drafters.base import DrafterContext, DraftRow
+from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.heads.checkpoint import MedusaHead, load_heads, save_heads
 from paceline.drafters.heads.medusa import FIRST, LATER, MOST_ROWS, MedusaDrafter, Tree
 from paceline.drafters.methods import MEDUSA, METHODS
@@ -49,7 +49,7 @@ def module_of(head):
 def drafted(drafter, hidden, budgets):
     drafter.last_taps = lambda req_indices, lengths: hidden[:, None]
     nothing = torch.zeros(len(budgets), dtype=torch.int64)
-    return drafter.draft([DraftRow(None, budget) for budget in budgets], nothing, nothing)
+    return drafter.draft([DraftRequest(None, max_nodes) for max_nodes in budgets], nothing, nothing)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])

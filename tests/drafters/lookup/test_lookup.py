@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import METHODS, DrafterContext, DraftRow
+from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.testing import toy_config
 from tests.helpers.toys import propose, sequence_of
 
@@ -45,7 +45,7 @@ def test_commits_propose_the_same_as_a_fresh_drafter(method, tokens, data):
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_answers_to_one_request_do_not_mix_and_rows_may_differ(method):
     texts = ([1, 2, 3, 1, 2], [5, 6, 7, 8], [1, 2, 4, 1, 2])
-    rows = [DraftRow(sequence_of(text, index=at), 4 if at < 2 else 1) for at, text in enumerate(texts)]
+    rows = [DraftRequest(sequence_of(text, index=at), 4 if at < 2 else 1) for at, text in enumerate(texts)]
     drafter = make(method)
     draft = drafter.propose(rows)
     draft.validate(11)

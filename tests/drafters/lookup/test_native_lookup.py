@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRequest
 from paceline.drafters.lookup import index as suffix_index
 from paceline.drafters.lookup import ngram, suffix
 from paceline.drafters.lookup.index import DEPTH, END, SuffixIndex
@@ -52,7 +52,7 @@ def same_index(one, other):
 
 def check_same(both, sequences, budgets):
     native, plain = both
-    asked = [DraftRow(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+    asked = [DraftRequest(sequence, max_nodes) for sequence, max_nodes in zip(sequences, budgets, strict=True)]
     for drafter in both:
         drafter.look(sequences)  # in the order of these they share the memory there is
     assert [native.evidence(one) for one in sequences] == [plain.evidence(one) for one in sequences]
@@ -187,7 +187,7 @@ def test_a_text_longer_than_its_positions_is_numbered_afresh(monkeypatch):
         sequence.tokens.append(1 + step * step % 7)
         native.evidence(sequence)
         assert native.states["0/0"].index.end <= 301
-    rows = [DraftRow(sequence, 4)]
+    rows = [DraftRequest(sequence, 4)]
     assert torch.equal(native.propose(rows).tokens, plain.propose(rows).tokens)
 
 
@@ -259,7 +259,7 @@ def test_where_memory_is_missing_nothing_has_changed(method, name, after, native
     assert method == "ngram" or drafter.nbytes == held
     for _ in range(2):
         assert drafter.look(sequences) == fresh.look(sequences)
-        rows = [DraftRow(sequence, 5) for sequence in sequences]
+        rows = [DraftRequest(sequence, 5) for sequence in sequences]
         assert torch.equal(drafter.propose(rows).tokens, fresh.propose(rows).tokens)
         for sequence in sequences:
             sequence.tokens += [5, 1, 2]
@@ -284,7 +284,7 @@ def test_every_variant_proposes_the_same(method, monkeypatch):
             monkeypatch.setattr(module, "load_library", lambda library=library: library)
         drafter, _ = pair(method)
         sequence = Sequence("0", [1, 2, 3, 4, 1, 2, 5, 1, 2, 3], SamplingParams().resolve({}), max_len=100)
-        found_by_variant.append((drafter.evidence(sequence), drafter.propose([DraftRow(sequence, 8)]).tokens.tolist()))
+        found_by_variant.append((drafter.evidence(sequence), drafter.propose([DraftRequest(sequence, 8)]).tokens.tolist()))
     assert found_by_variant == found_by_variant[:1] * len(found_by_variant)
 
 
@@ -306,7 +306,7 @@ def test_all_are_looked_up_at_once_and_once(method, native, monkeypatch):
     monkeypatch.setattr(drafter.backend, "find", lambda states: (asked.append(len(states)), find(states)))
     drafter.look([*sequences, sequences[0]])
     assert all(drafter.evidence(sequence) for sequence in sequences)
-    drafter.propose([DraftRow(sequence, 3) for sequence in sequences])
+    drafter.propose([DraftRequest(sequence, 3) for sequence in sequences])
     assert asked in ([5], [6])
     sequences[1].tokens += [1]
     drafter.look(sequences)

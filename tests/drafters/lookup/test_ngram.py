@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DrafterContext, DraftRow
+from paceline.drafters import DrafterContext, DraftRequest
 from paceline.drafters.lookup.ngram import MATCH_LIMIT, NgramDrafter, NgramIndex
 from paceline.engine.policy.interface import Choice
 from paceline.testing import toy_config
@@ -23,20 +23,20 @@ def make(ngram_min=2, ngram_max=5, vocab_size=11, native=True):
     return NgramDrafter(DrafterContext(toy_config(vocab_size), torch.device("cpu"), speculation), native)
 
 
-def propose(drafter, sequence, budget):
-    tokens, parents = toys.propose(drafter, sequence, budget)
+def propose(drafter, sequence, max_nodes):
+    tokens, parents = toys.propose(drafter, sequence, max_nodes)
     assert parents == [*range(-1, len(parents) - 1)]
     return tokens
 
 
-def naive(tokens, budget, ngram_min, ngram_max):
+def naive(tokens, max_nodes, ngram_min, ngram_max):
     """(chain, match length) by searching backwards for every n."""
     end = len(tokens)
     for n in range(ngram_max, ngram_min - 1, -1):
         for start in range(end - 1, n - 1, -1):
             if tokens[start - n : start] == tokens[end - n :]:
                 text = list(tokens)
-                for offset in range(budget):
+                for offset in range(max_nodes):
                     text.append(text[start + offset])
                 longest = max(
                     m for m in range(min(start, MATCH_LIMIT) + 1) if tokens[start - m : start] == tokens[end - m : end]
@@ -47,12 +47,12 @@ def naive(tokens, budget, ngram_min, ngram_max):
 
 @settings(max_examples=300, deadline=None)
 @given(texts, st.integers(0, 9), st.integers(1, 3), st.integers(0, 4))
-def test_a_proposal_is_what_a_naive_search_finds(tokens, budget, ngram_min, more):
-    expected, length = naive(tokens, budget, ngram_min, ngram_min + more)
+def test_a_proposal_is_what_a_naive_search_finds(tokens, max_nodes, ngram_min, more):
+    expected, length = naive(tokens, max_nodes, ngram_min, ngram_min + more)
     for native in (True, False):
         drafter, sequence = make(ngram_min, ngram_min + more, native=native), sequence_of(tokens)
         assert drafter.evidence(sequence) == length
-        assert propose(drafter, sequence, budget) == expected
+        assert propose(drafter, sequence, max_nodes) == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,9 +82,9 @@ def test_a_repetition_is_continued_past_the_end_of_the_text():
 
 @pytest.mark.parametrize("tokens", [[3], [3, 3], [1, 2, 3, 4, 5]])
 @pytest.mark.parametrize("budget", [0, 1, 50])
-def test_little_or_no_history_gives_an_empty_or_a_small_draft(tokens, budget):
-    assert propose(make(), sequence_of(tokens), budget) == []
-    assert propose(make(ngram_min=1), sequence_of([3, 3]), budget) == [3] * budget
+def test_little_or_no_history_gives_an_empty_or_a_small_draft(tokens, max_nodes):
+    assert propose(make(), sequence_of(tokens), max_nodes) == []
+    assert propose(make(ngram_min=1), sequence_of([3, 3]), max_nodes) == [3] * max_nodes
 
 
 def test_released_sequences_leave_nothing_behind():
@@ -126,7 +126,7 @@ def test_costs_do_not_grow_with_the_context():
     assert read_s[20_000] / 20_000 < 4 * read_s[500] / 500
     for _ in range(50):
         for length, sequence in sequences.items():
-            times[length].append(thread_seconds(lambda sequence=sequence: drafter.propose([DraftRow(sequence, 8)])))
+            times[length].append(thread_seconds(lambda sequence=sequence: drafter.propose([DraftRequest(sequence, 8)])))
     assert min(times[20_000]) < 3 * min(times[500])
     for sequence in sequences.values():
-        assert drafter.propose([DraftRow(sequence, 8)]).tokens[0].tolist() == noise[310:318]
+        assert drafter.propose([DraftRequest(sequence, 8)]).tokens[0].tolist() == noise[310:318]

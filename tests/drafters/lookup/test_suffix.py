@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DrafterContext, DraftRow
+from paceline.drafters import DrafterContext, DraftRequest
 from paceline.drafters.lookup import index as suffix_index
 from paceline.drafters.lookup.index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
 from paceline.drafters.lookup.store import MAX_CORPUS, SuffixStore
@@ -126,11 +126,11 @@ def naive_paths(places, own):
     return likely
 
 
-def tree_of(tokens, budget, *indexes):
+def tree_of(tokens, max_nodes, *indexes):
     context = Context(tokens)
     lookups = [Lookup(index, context, STORE_WEIGHT if at else 1.0) for at, index in enumerate(indexes)]
     places = places_of(lookups, indexes[0], context)
-    return grow(places, budget), evidence_of(places)
+    return grow(places, max_nodes), evidence_of(places)
 
 
 def paths_of(tree):
@@ -142,21 +142,21 @@ def paths_of(tree):
 
 @settings(max_examples=300, deadline=None)
 @given(texts, st.lists(texts, max_size=3), st.integers(0, 6))
-def test_the_tree_is_the_one_a_naive_count_finds(tokens, past, budget):
+def test_the_tree_is_the_one_a_naive_count_finds(tokens, past, max_nodes):
     local, store = SuffixIndex(), SuffixIndex(256)
     local.extend(tokens)
     for text in past:
         store.extend([*text, END])
-    tree, evidence = tree_of(tokens, budget, local, store)
+    tree, evidence = tree_of(tokens, max_nodes, local, store)
     structures = [tokens, [token for text in past for token in [*text, END]]]
     places = naive_places(structures, tokens)
     likely = naive_paths(places, tokens)
     assume(all(abs(chance - THRESHOLD) > CLOSE for chance in likely.values()))
-    highest = sum(sorted(likely.values(), reverse=True)[:budget])
+    highest = sum(sorted(likely.values(), reverse=True)[:max_nodes])
     assert sum(likely[path] for path in paths_of(tree)) == pytest.approx(highest)
     assert tree.depths == [len(path) for path in paths_of(tree)]
-    assert len(set(paths_of(tree))) == len(tree.tokens) <= budget, "siblings differ"
-    assert tree.tokens == tree_of(tokens, budget + 3, local, store)[0].tokens[: len(tree.tokens)]
+    assert len(set(paths_of(tree))) == len(tree.tokens) <= max_nodes, "siblings differ"
+    assert tree.tokens == tree_of(tokens, max_nodes + 3, local, store)[0].tokens[: len(tree.tokens)]
     longest = max((place[0] for place in places), default=0)
     if longest >= LEVELS[0]:
         assert evidence == longest
@@ -262,9 +262,9 @@ def test_positions_start_again_before_they_overflow(monkeypatch):
 
 @pytest.mark.parametrize("tokens", [[3], [1, 2, 3, 4, 5]])
 @pytest.mark.parametrize("budget", [0, 1, 64])
-def test_little_or_no_history_gives_an_empty_draft(tokens, budget):
+def test_little_or_no_history_gives_an_empty_draft(tokens, max_nodes):
     drafter, sequence = make(), sequence_of(tokens)
-    assert propose(drafter, sequence, budget) == ([], [])
+    assert propose(drafter, sequence, max_nodes) == ([], [])
     assert drafter.evidence(sequence) == 0
     assert drafter.propose([]).batch == 0
 
@@ -526,5 +526,5 @@ def test_costs_do_not_grow_with_the_context():
         for length, sequence in sequences.items():
             sequence.tokens.append(token)
             drafter.read_prompt(sequence, len(sequence.tokens) - 2 + 1)
-            times[length].append(thread_seconds(lambda sequence=sequence: drafter.propose([DraftRow(sequence, 8)])))
+            times[length].append(thread_seconds(lambda sequence=sequence: drafter.propose([DraftRequest(sequence, 8)])))
     assert sorted(times[long])[100] < 3 * sorted(times[short])[100]

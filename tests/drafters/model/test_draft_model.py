@@ -11,7 +11,7 @@ import torch
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.rng import Lane, coin
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRequest
 from paceline.drafters.model import draft_model
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
@@ -140,7 +140,7 @@ def test_blocks_it_knows_behind_blocks_it_does_not_are_kept():
     assert drafter.lag(sequence) == 8 + 1
     assert drafter.absorbed(sequence) == (0, 0)
     write(drafter, sequence, range(8, 20))
-    drafter.propose([DraftRow(sequence, 3)])
+    drafter.propose([DraftRequest(sequence, 3)])
     assert drafter.absorbed(sequence) == (0, 21)
     assert drafter._model.rows_per_pass == [9, 1, 1]
 
@@ -175,14 +175,14 @@ def test_a_token_that_ends_the_answer_ends_the_draft():
     sequence = sequence_of(prompt_of(0, 9), blocks=list(range(8)))
     drafter = bound(DraftModelDrafter(FunctionModel(repeating)), 8)
     drafter.admit(sequence, 0, 0)
-    chain = drafter.propose([DraftRow(sequence, 6)]).tokens[0].tolist()
+    chain = drafter.propose([DraftRequest(sequence, 6)]).tokens[0].tolist()
     for options in ({"eos_token_ids": [chain[2]]}, {"stop_token_ids": [chain[2]]}):
         eos = options.get("eos_token_ids", ())
         stops = options.get("stop_token_ids", ())
         sequence = sequence_of(prompt_of(0, 9), blocks=list(range(8)), stop_token_ids=stops)
         drafter = bound(DraftModelDrafter(FunctionModel(repeating), eos_token_ids=eos), 8)
         drafter.admit(sequence, 0, 0)
-        draft = drafter.propose([DraftRow(sequence, 6)])
+        draft = drafter.propose([DraftRequest(sequence, 6)])
         assert draft.tokens[0].tolist() == chain[: chain.index(chain[2]) + 1]
 
 
@@ -208,7 +208,7 @@ def test_q_is_what_a_loop_of_single_tokens_under_the_requests_parameters_would_s
     for sequence in sequences:
         drafter.admit(sequence, 0, 0)
     budgets = [2, 5, 3, 4, 1]
-    draft = drafter.propose([DraftRow(sequence, k) for sequence, k in zip(sequences, budgets, strict=True)])
+    draft = drafter.propose([DraftRequest(sequence, k) for sequence, k in zip(sequences, budgets, strict=True)])
     draft.validate(VOCAB)
     assert draft.num_nodes.tolist() == budgets
     rows = draft.q.row_of
@@ -243,7 +243,7 @@ def test_the_same_request_draws_another_draft_at_every_length_and_the_same_one_i
             sequence = sequence_of(prompt_of(0, 9), [4 * at + j for j in range(4)], name=name, temperature=5.0)
             sequence.noise_key = ord(name)
             drafter.admit(sequence, 0, 0)
-            rows.append(DraftRow(sequence, 5))
+            rows.append(DraftRequest(sequence, 5))
         return dict(zip(names, drafter.propose(rows).tokens.tolist(), strict=True))
 
     together = drafts("abcd")
@@ -272,7 +272,7 @@ def test_two_proposals_for_one_context_are_equal():
     drafter = bound(DraftModelDrafter(FunctionModel(imitating)), 8)
     sequence = sequence_of(prompt_of(0, 9), list(range(8)))
     drafter.admit(sequence, 0, 0)
-    first, second = (drafter.propose([DraftRow(sequence, 4)]) for _ in range(2))
+    first, second = (drafter.propose([DraftRequest(sequence, 4)]) for _ in range(2))
     assert first.tokens.tolist() == second.tokens.tolist()
     assert drafter.absorbed(sequence) == (0, 9)
 

@@ -101,15 +101,15 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
     outputs, drafting = [], {}
     for one, choice in zip(sequences, choices, strict=True):
         drafter = by_name.get(choice.method)
-        accepted = drafter.accepted(one, choice.budget) if drafter else 0
+        accepted = drafter.accepted(one, choice.max_nodes) if drafter else 0
         if drafter:
-            depth = max(choice.budget, drafting.get(choice.method, (0, 0.0))[0])
+            depth = max(choice.max_nodes, drafting.get(choice.method, (0, 0.0))[0])
             drafting[choice.method] = depth, drafter.seconds * depth
         committed = [1] * min(accepted + 1, one.room)
         one.tokens += committed
         ended = one.room == 0
-        outputs.append(ResultRow(one, committed, ended, choice.method, choice.budget, accepted, choice.budget))
-    nodes = sum(choice.budget for choice in choices)
+        outputs.append(ResultRow(one, committed, ended, choice.method, choice.max_nodes, accepted, choice.max_nodes))
+    nodes = sum(choice.max_nodes for choice in choices)
     taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
     reported = taken * noise.uniform(0.9, 1.1) if noise else taken
     rows = len(sequences) + nodes
@@ -201,7 +201,7 @@ def test_a_method_is_tried_for_a_few_of_many_sequences_and_in_few_steps():
     model = Model("model", 0.05, seconds=0.001)
     policy, sequences = AdaptivePolicy([model], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(128)]
     _, planned = on_a_device(policy, model, sequences, 100)
-    drafted = [sum(choice.budget > 0 for choice in choices) for choices in planned]
+    drafted = [sum(choice.max_nodes > 0 for choice in choices) for choices in planned]
     assert 0 < max(drafted) <= TRIAL_ROWS
     assert sum(drafted) <= 2 * TRIAL_ROWS
 
@@ -336,10 +336,10 @@ def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
     plans = [policy.plan(mixed, 0, False) for _ in range(2)]  # one may be plain but for what is fixed
     for _, off, fixed, surest, _ in plans:
         assert (off, fixed, surest) == (Choice(), Choice("bad", 3), Choice("good", 5))
-    mine, *_, named = max(plans, key=lambda choices: choices[0].budget)
+    mine, *_, named = max(plans, key=lambda choices: choices[0].max_nodes)
     assert mine.method == named.method == "good"
-    assert mine.budget >= 4
-    assert named.budget >= 4
+    assert mine.max_nodes >= 4
+    assert named.max_nodes >= 4
 
 
 def test_rows_that_ask_for_different_methods_draft_in_one_step():
@@ -348,13 +348,13 @@ def test_rows_that_ask_for_different_methods_draft_in_one_step():
     mixed = [sequence(f"s{i}", speculation=wish) for i, wish in enumerate(["one", "other", "one", "other", "silent"])]
     simulate(policy, both, FLAT, mixed, 200)
     plans = [policy.plan(mixed, 0, False) for _ in range(2)]
-    choices = max(plans, key=lambda choices: choices[0].budget)
+    choices = max(plans, key=lambda choices: choices[0].max_nodes)
     assert [choice.method for choice in choices] == ["one", "other", "one", "other", "none"]
-    assert all(choice.budget >= 3 for choice in choices[:4])
+    assert all(choice.max_nodes >= 3 for choice in choices[:4])
     for one in mixed[1:4]:
         one.params = mixed[4].params
     plans = [policy.plan(mixed, 0, False) for _ in range(2)]
-    assert max(choices[0].budget for choices in plans) >= 3, "whatever the others find"
+    assert max(choices[0].max_nodes for choices in plans) >= 3, "whatever the others find"
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -401,7 +401,7 @@ def test_a_method_that_another_covers_drafts_for_requests_that_name_it_and_once_
     assert methods == ["wide"] * many + ["narrow"]
     simulate(policy, both, FLAT, any_of, 100, retired=frozenset({"wide"}))
     plans = [policy.plan(any_of, 0, False) for _ in range(2)]
-    assert {choice.method for choices in plans for choice in choices if choice.budget} == {"narrow"}
+    assert {choice.method for choices in plans for choice in choices if choice.max_nodes} == {"narrow"}
 
 
 def test_a_covered_lookup_takes_nothing_in_until_a_request_names_it():
@@ -570,7 +570,7 @@ def test_prompts_beside_them_do_not_make_drafts_longer():
     on_a_device(policy, model, sequences, 60)
     policy.plan(sequences, 0, False)
     alone, beside = policy.plan(sequences, 0, False), policy.plan(sequences, 900, False)
-    assert 0 < max(choice.budget for choice in beside) <= max(choice.budget for choice in alone) + 1
+    assert 0 < max(choice.max_nodes for choice in beside) <= max(choice.max_nodes for choice in alone) + 1
 
 
 def test_prompts_beside_them_do_not_make_drafts_cheaper():
@@ -606,7 +606,7 @@ def test_what_was_learnt_survives_a_restart_and_a_broken_state_changes_nothing()
     simulate(policy, [drafter], FLAT, [sequence("s")], 500)
     state = json.loads(json.dumps(policy.state()))
     again.load(state)
-    assert again.plan(fresh, 0, False)[0].budget >= 4, "a one-shot request does not start cold"
+    assert again.plan(fresh, 0, False)[0].max_nodes >= 4, "a one-shot request does not start cold"
     assert again.state()["acceptance"] == state["acceptance"]
     (greedy, sampled), record, drafts = state["steps"], state["acceptance"][0], state["drafts"]
     for broken in (
@@ -621,7 +621,7 @@ def test_what_was_learnt_survives_a_restart_and_a_broken_state_changes_nothing()
     ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             again.load(broken)
-    assert again.plan(fresh, 0, False)[0].budget >= 4
+    assert again.plan(fresh, 0, False)[0].max_nodes >= 4
 
 
 def test_expected_gain_is_what_the_formula_promises():
@@ -682,18 +682,18 @@ def tree_step(policy, drafter, sequences, curve):
     policy.learn()
     outputs, paths = [], []
     for one, choice in zip(sequences, choices, strict=True):
-        path = [node for node in range(choice.budget) if drafter.noise.random() < drafter.shares[node]]
+        path = [node for node in range(choice.max_nodes) if drafter.noise.random() < drafter.shares[node]]
         committed = [1] * (len(path) + 1)
         one.tokens += committed
-        outputs.append(ResultRow(one, committed, False, choice.method, choice.budget, len(path), 8))
+        outputs.append(ResultRow(one, committed, False, choice.method, choice.max_nodes, len(path), 8))
         paths.append(path)
-    nodes = sum(choice.budget for choice in choices)
+    nodes = sum(choice.max_nodes for choice in choices)
     drafting = {drafter.name: (1, drafter.seconds)} if nodes else {}
     taken = seconds_of(curve, len(sequences) + nodes) + (drafter.seconds if nodes else 0.0)
     made = result_of(outputs, paths.__getitem__)
     policy.observe(made, StepTiming(len(sequences), len(sequences) + nodes, taken, drafting))
-    expected = sum(1 + drafter.shares[: choice.budget].sum() for choice in choices)
-    return expected, taken, [choice.budget for choice in choices]
+    expected = sum(1 + drafter.shares[: choice.max_nodes].sum() for choice in choices)
+    return expected, taken, [choice.max_nodes for choice in choices]
 
 
 @pytest.mark.parametrize(("curve", "count"), [(FLAT, 1), (ON_TWO_CORES, 1), (ON_TWO_CORES, 4), (STEEP, 1)])
@@ -726,7 +726,7 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
         (choice,) = policy.plan([answer], 0, False)
         policy.learn()
         likely = [0.95] * 8 if rng.random() < 0.5 else [0.02] * 8
-        kept = max(sum(one >= policy.min_node_probability for one in likely[: choice.budget]), 1) if choice.budget else 0
+        kept = max(sum(one >= policy.min_node_probability for one in likely[: choice.max_nodes]), 1) if choice.max_nodes else 0
         path = [node for node in range(kept) if rng.random() < likely[node]]
         committed = [1] * (len(path) + 1)
         answer.tokens += committed
@@ -736,7 +736,7 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
         policy.observe(result_of([row], [path].__getitem__), StepTiming(1, 1 + kept, taken, drafting))
         if step_number >= 200:
             tokens, clock, plain_s = tokens + len(committed), clock + taken, seconds_of(STEEP, 1)
-            asked.append(choice.budget)
+            asked.append(choice.max_nodes)
             drafted.append(kept)
     assert statistics.mean(asked) > 6
     assert statistics.mean(drafted) < 5.5

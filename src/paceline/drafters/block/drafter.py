@@ -26,7 +26,7 @@ from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters import folder as checkpoint
-from paceline.drafters.base import DrafterContext, DraftRow, digest
+from paceline.drafters.base import DrafterContext, DraftRequest, digest
 from paceline.drafters.block.block_pass import BlockPasses, BlockRows
 from paceline.drafters.block.checkpoint import read
 from paceline.drafters.block.config import MASKS, W1, W2, DSparkConfig, check_target
@@ -196,8 +196,8 @@ class DSparkDrafter(TappedDrafter):
     def absorb(self, batch: TapBatch) -> None:
         self._absorbing(batch)
 
-    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
-        width = min(max([row.budget for row in rows]), self._most)
+    def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
+        width = min(max([row.max_nodes for row in rows]), self._most)
         if self._native is None or not width:
             return super().propose(rows, after)
         sequences, given = [row.sequence for row in rows], []
@@ -220,17 +220,17 @@ class DSparkDrafter(TappedDrafter):
         return req_indices.tolist(), lengths.tolist()
 
     @torch.inference_mode()
-    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Draft:
         assert self._passes is not None, "bind comes first"
-        width = min(max(row.budget for row in rows), self._most)
+        width = min(max(row.max_nodes for row in rows), self._most)
         if not width:
             return Draft.empty(len(rows))
         return self._shaped(rows, *self._passes.run(self._rows(rows, req_indices, lengths), width))
 
-    def _counts(self, rows: SequenceOf[DraftRow]) -> list[int]:
-        return [min(row.budget, self._most) for row in rows]
+    def _counts(self, rows: SequenceOf[DraftRequest]) -> list[int]:
+        return [min(row.max_nodes, self._most) for row in rows]
 
-    def _shaped(self, rows: SequenceOf[DraftRow], found: Tensor, scores: Tensor | None) -> Draft:
+    def _shaped(self, rows: SequenceOf[DraftRequest], found: Tensor, scores: Tensor | None) -> Draft:
         """From tokens, parents and depths (3, B, nodes), in order of their probability, what the rows asked for."""
         if scores is not None:
             return self._on_host(rows, found.numpy(), scores.numpy())
@@ -241,10 +241,10 @@ class DSparkDrafter(TappedDrafter):
         known = depth if self._tree_kernels else None
         return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 
-    def _on_host(self, rows: SequenceOf[DraftRow], found: Ints, scores: Floats) -> Draft:
+    def _on_host(self, rows: SequenceOf[DraftRequest], found: Ints, scores: Floats) -> Draft:
         return _drafts(found, likely_nodes(scores, rows, self._counts(rows)), self._bound)
 
-    def _rows(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> BlockRows:
+    def _rows(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
         starts, ends = [first * self._block_size for first, _ in keys], [end for _, end in keys]
         tables = [row.sequence.blocks[first:] for row, (first, _) in zip(rows, keys, strict=True)]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters.base import DraftRow
+from paceline.drafters.base import DraftRequest
 from paceline.models.backends.cpu.kernels import (
     AbsorbedView,
     NativeKernels,
@@ -140,7 +140,7 @@ class NativeBlocks:
         self,
         rows: SequenceOf[BlockRow],
         tables: SequenceOf[SequenceOf[int]],
-        asked: SequenceOf[DraftRow],
+        asked: SequenceOf[DraftRequest],
         nodes: int,
     ) -> tuple[Ints, Floats]:
         """(3, B, nodes) tokens, parents and depths, and (B, nodes) log probabilities of their paths. `tables`: blocks

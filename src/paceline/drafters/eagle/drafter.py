@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft, packed_to
-from paceline.drafters.base import DrafterContext, DraftRow
+from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.eagle.checkpoint import read
 from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.eagle.tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     tokens: Tensor  # (B,) these tokens
     lengths: Tensor  # (B,) committed tokens
     starts: Tensor  # (B,) the first valid slot
-    budgets: Tensor  # (B,) nodes that have a slot behind the committed tokens
+    max_nodes: Tensor  # (B,) nodes that have a slot behind the committed tokens
     ends: Tensor  # (B,) slots of the row's blocks
     tables: Tensor  # (B, W) block ids
 
@@ -142,13 +142,13 @@ class EagleDrafter(TappedDrafter):
         self._layer.store(batch.tokens, self._layer.fuse(batch.taps), plan, self._cache)
 
     @torch.inference_mode()
-    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
-        most = max((row.budget for row in rows), default=0)
+    def draft(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Draft:
+        most = max((row.max_nodes for row in rows), default=0)
         if not most:
             return Draft.empty(len(rows))
         nodes = next((count for count in NODES if count >= most), most) if self._graphs else most
         shape = self._shape(nodes)
-        counts = [shape.most(row.budget) for row in rows]
+        counts = [shape.most(row.max_nodes) for row in rows]
         proposed = self._proposed(self._inputs(rows, req_indices, lengths), shape)
         if proposed.scores.is_cpu:  # a device's are not waited for
             counts = likely_nodes(proposed.scores.numpy(), rows, counts)
@@ -159,7 +159,7 @@ class EagleDrafter(TappedDrafter):
     def _shape(self, nodes: int) -> TreeShape:
         return TreeShape.of(nodes, self._layer.config.vocab, self.top_k)
 
-    def _inputs(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Inputs:
+    def _inputs(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Inputs:
         taps, tokens = self._ring.load(req_indices, lengths - 2, self._columns)
         sequences = [row.sequence for row in rows]
         width = max(len(one.blocks) for one in sequences)
@@ -168,9 +168,9 @@ class EagleDrafter(TappedDrafter):
         tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
         starts = [max(self._states[one.key].start, 1) for one in sequences]
         ends = [len(one.blocks) * self._block_size for one in sequences]
-        columns = torch.tensor([starts, [row.budget for row in rows], ends])
-        (start, budget, end), tables = packed_to(self.device, columns, tables)
-        return Inputs(taps, tokens, lengths, start, budget, end, tables)
+        columns = torch.tensor([starts, [row.max_nodes for row in rows], ends])
+        (start, max_nodes, end), tables = packed_to(self.device, columns, tables)
+        return Inputs(taps, tokens, lengths, start, max_nodes, end, tables)
 
     def _proposed(self, inputs: Inputs, shape: TreeShape) -> Proposed:
         count = len(inputs.tokens)
@@ -180,7 +180,7 @@ class EagleDrafter(TappedDrafter):
         places, graph = self._graphs[rows, shape.nodes]
         for place, given in zip(places, inputs, strict=True):
             (place[:count] if place.dim() != 2 else place[:count, : given.shape[1]]).copy_(given)
-        places.budgets[count:] = 0  # rows that are padding write nothing
+        places.max_nodes[count:] = 0  # rows that are padding write nothing
         places.lengths[count:], places.starts[count:] = 2, 1
         graph.replay()
         return Proposed(*(part[:count].clone() for part in graph.result))  # the next replay writes them again
@@ -224,7 +224,7 @@ class EagleDrafter(TappedDrafter):
             logits, features = layer.read(outputs)
             return logits.view(batch, width, -1), features.view(batch, width, -1)
 
-        return grow(logits, features, inputs.budgets, shape, expand, layer.tokens)
+        return grow(logits, features, inputs.max_nodes, shape, expand, layer.tokens)
 
     def _slots(self, inputs: Inputs, positions: Tensor) -> Tensor:
         """(B, P) cache slots of positions; beyond a row's blocks any."""

@@ -64,11 +64,11 @@ Translate = Callable[[Tensor], Tensor]  # ids of the draft vocabulary to the tar
 
 
 def grow(
-    logits: Tensor, features: Tensor, budgets: Tensor, shape: TreeShape, expand: Expand, translate: Translate
+    logits: Tensor, features: Tensor, max_nodes: Tensor, shape: TreeShape, expand: Expand, translate: Translate
 ) -> Proposed:
-    """Trees from logits (B, Vd) and output (B, h) of the root; row b expands at most `budgets[b]` nodes."""
+    """Trees from logits (B, Vd) and output (B, h) of the root; row b expands at most `max_nodes[b]` nodes."""
     batch, width = len(logits), shape.width
-    widths = (budgets // BELOW).clamp(1, width)[:, None]  # (B, 1) as `width_of`
+    widths = (max_nodes // BELOW).clamp(1, width)[:, None]  # (B, 1) as `width_of`
     lane = torch.arange(width, device=logits.device)
     best, ids = _best(logits, shape.children)  # (B, K)
     scores, tokens = [best], [translate(ids)]
@@ -78,7 +78,7 @@ def grow(
     for level in range(1, shape.depth):
         score, chosen = scores[-1].topk(width)  # (B, W) among the last level's candidates
         number = (level - 1) * widths + lane
-        alive = (lane < widths) & (number < budgets[:, None]) & score.isfinite()
+        alive = (lane < widths) & (number < max_nodes[:, None]) & score.isfinite()
         features, above = (_taken(part, chosen // each) for part in (outputs, numbers))
         logits, outputs = expand(Frontier(tokens[-1].gather(1, chosen), features, number, above, alive, level))
         numbers = torch.cat((above, number[..., None]), 2)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from paceline.config import MAX_K
 from paceline.core.draft import Draft
-from paceline.drafters.base import DrafterContext, DraftRow, digest
+from paceline.drafters.base import DrafterContext, DraftRequest, digest
 from paceline.drafters.heads.checkpoint import MedusaHead, load_heads
 from paceline.drafters.methods import MEDUSA
 from paceline.drafters.tapped import TappedDrafter
@@ -150,9 +150,9 @@ class MedusaDrafter(TappedDrafter):
             log.warning("Medusa heads cannot be captured, and run kernel by kernel: %s", reason)
 
     @torch.inference_mode()
-    def draft(self, rows: SequenceOf[DraftRow], req_indices: Tensor, lengths: Tensor) -> Draft:
+    def draft(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Draft:
         tree = self._tree
-        counts = np.minimum(np.array([row.budget for row in rows], np.int64), len(tree.parents))
+        counts = np.minimum(np.array([row.max_nodes for row in rows], np.int64), len(tree.parents))
         width = int(counts.max(initial=0))
         if not width:
             return Draft.empty(len(rows))

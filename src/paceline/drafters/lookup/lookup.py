@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
-from paceline.drafters.base import DraftRow, HostDrafter
+from paceline.drafters.base import DraftRequest, HostDrafter
 
 
 class State:
@@ -40,7 +40,7 @@ class Backend(Protocol[S]):
     def find(self, states: SequenceOf[S]) -> None:
         """Look up the texts as they are now."""
 
-    def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
+    def draft(self, states: SequenceOf[S], max_nodes: SequenceOf[int]) -> Draft:
         """Drafts from what `find` found."""
 
     def drop(self, state: S) -> None:
@@ -62,8 +62,8 @@ class LookupDrafter(HostDrafter, Generic[S]):
             (state,) = self.looked_up([sequence])
         return state.evidence
 
-    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
-        return self.backend.draft(self.looked_up([row.sequence for row in rows]), [row.budget for row in rows])
+    def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
+        return self.backend.draft(self.looked_up([row.sequence for row in rows]), [row.max_nodes for row in rows])
 
     def read_prompt(self, sequence: Sequence, end: int) -> None:
         """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""

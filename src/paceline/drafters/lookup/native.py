@@ -74,16 +74,16 @@ class NativeBackend(ABC, Generic[S]):
         for state, found, length in zip(states, packed[rows : 2 * rows].tolist(), lengths, strict=True):
             state.evidence, state.at, state.indexed = found, length, length
 
-    def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
+    def draft(self, states: SequenceOf[S], max_nodes: SequenceOf[int]) -> Draft:
         """The native function fills a buffer with node counts and planes; it returns the width used, as -1 - width
         where every row is a chain of that width."""
-        rows, most = len(states), max(budgets, default=0)
+        rows, most = len(states), max(max_nodes, default=0)
         needed = rows * (1 + PLANES * most)
         if needed > len(self._out):
             self._out = np.empty(2 * needed, np.int64)
             self._out_at = self._out.ctypes.data
         asked = array("q", [state.address for state in states])
-        asked.extend(budgets)
+        asked.extend(max_nodes)
         used: int = self._draft(asked.buffer_info()[0], rows, most, self._out_at, *self._shared)
         width, only_chains = max(used, -1 - used), used < 0
         planes = 1 if only_chains else PLANES

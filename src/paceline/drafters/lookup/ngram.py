@@ -105,10 +105,10 @@ class PythonNgrams:
             n, state.start = state.index.find(tokens)
             state.evidence, state.at = match_length(tokens, state.start, n) if n else 0, len(tokens)
 
-    def draft(self, states: SequenceOf[_State], budgets: SequenceOf[int]) -> Draft:
+    def draft(self, states: SequenceOf[_State], max_nodes: SequenceOf[int]) -> Draft:
         chains = [
-            continuation(state.sequence.tokens, state.start, budget) if state.evidence else []
-            for state, budget in zip(states, budgets, strict=True)
+            continuation(state.sequence.tokens, state.start, max_nodes) if state.evidence else []
+            for state, max_nodes in zip(states, max_nodes, strict=True)
         ]
         counts = [len(chain) for chain in chains]
         width = max(counts, default=0)

@@ -66,8 +66,8 @@ class PythonSuffixes:
             state.places, state.at = places_of(lookups, state.index, context), len(tokens)
             state.evidence = evidence_of(state.places)
 
-    def draft(self, states: SequenceOf[_State], budgets: SequenceOf[int]) -> Draft:
-        trees = [grow(state.places, budget) for state, budget in zip(states, budgets, strict=True)]
+    def draft(self, states: SequenceOf[_State], max_nodes: SequenceOf[int]) -> Draft:
+        trees = [grow(state.places, max_nodes) for state, max_nodes in zip(states, max_nodes, strict=True)]
         counts = [len(tree.tokens) for tree in trees]
         width = max(counts, default=0)
         lists = [([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1)]

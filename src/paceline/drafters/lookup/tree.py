@@ -130,16 +130,16 @@ def _total(numbers: list[float]) -> float:
     return total
 
 
-def grow(places: list[Place], budget: int) -> Tree:
+def grow(places: list[Place], max_nodes: int) -> Tree:
     """The most probable nodes, from the places of `places_of`; a smaller budget gives a prefix of a larger one's."""
     tree = Tree()
     waiting: list[tuple[float, int, int, int, int, list[Place]]] = []  # -probability, order, parent, depth, token, ...
     parent, depth, order, worth = -1, 0, 0, 1.0  # `worth`: what a vote of the places adds to a child's probability
-    while places and len(tree.tokens) < budget:
+    while places and len(tree.tokens) < max_nodes:
         # One candidate node, and perhaps one continuation.
         if not waiting and (len(places) == 1 or places[0][0] + depth >= LEVELS[0]):
             probability = worth * _votes(places)
-            run = _common_run(places, depth, probability, budget - len(tree.tokens))
+            run = _common_run(places, depth, probability, max_nodes - len(tree.tokens))
             for token in run:
                 depth += 1
                 parent = tree.add(token, parent, depth)

@@ -26,7 +26,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, VerifiedDraft
+from paceline.drafters.base import LEARNED, DrafterContext, DraftRequest, VerifiedDraft
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.errors import InvalidParameter
@@ -166,7 +166,7 @@ class DraftModelDrafter:
         """Tokens the draft model has to read before it drafts for the sequence: 1 or 2 while it drafts every step."""
         return len(self._missing(sequence))
 
-    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
+    def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
         """Rows whose sampling needs only the logits are drafted without the host between tokens; the others with it."""
         self.warm = True
         if after is not None:
@@ -180,20 +180,20 @@ class DraftModelDrafter:
             parts.append((others, _with_finite_q(self._by_passes([rows[i] for i in others]))))
         return Draft.merge(parts, len(rows), self._model.config.vocab_size)
 
-    def _behind(self, rows: SequenceOf[DraftRow], after: UnreadVerdict) -> Draft:
+    def _behind(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict) -> Draft:
         """Drafts behind the tokens a step under way commits, for rows with a draft by this drafter in that step."""
         at = [index for index, row in enumerate(rows) if self._may_begin_behind(row)]
         going = [rows[index] for index in at]
         chain = self._chain_for([row.sequence for row in going])
         if chain is None or not at:
             return Draft.empty(len(rows))
-        asked = [self._chain_row(row.sequence, lag=READ, count=row.budget) for row in going]
+        asked = [self._chain_row(row.sequence, lag=READ, count=row.max_nodes) for row in going]
         behind = replace(after, rows=[after.rows[index] for index in at])
         drafted = self._run_chain(chain, [row.sequence for row in going], asked, behind)
-        draft = drafted.chains(list(range(len(going))), [row.budget for row in going])
+        draft = drafted.chains(list(range(len(going))), [row.max_nodes for row in going])
         return Draft.merge([(at, draft)], len(rows), self._model.config.vocab_size)
 
-    def _may_begin_behind(self, row: DraftRow) -> bool:
+    def _may_begin_behind(self, row: DraftRequest) -> bool:
         """The drafter has K/V of all tokens before the step under way, and drafted for the row in it: then at most one
         of the tokens which that step commits has no K/V."""
         state = self._states.get(row.sequence.key)
@@ -201,16 +201,16 @@ class DraftModelDrafter:
             state is not None
             and state.unseen is not None
             and state.valid == len(row.sequence.tokens) >= READ
-            and row.budget > 0
+            and row.max_nodes > 0
             and self._uses_chain(row.sequence)
         )
 
-    def use_early(self, rows: SequenceOf[DraftRow]) -> None:
+    def use_early(self, rows: SequenceOf[DraftRequest]) -> None:
         """Drafts begun behind a step are used: the K/V of all their nodes but the last are computed."""
         for row in rows:
-            self._drafted(row.sequence, row.budget)
+            self._drafted(row.sequence, row.max_nodes)
 
-    def _by_chain(self, rows: SequenceOf[DraftRow]) -> Draft:
+    def _by_chain(self, rows: SequenceOf[DraftRequest]) -> Draft:
         """Drafts behind committed tokens, by the fastest chain for so many rows."""
         if any(not self._is_nearly_read(row.sequence) for row in rows):
             self._read(rows)
@@ -281,7 +281,7 @@ class DraftModelDrafter:
         missing = self._missing(sequence)
         return len(missing) <= READ <= len(sequence.tokens) and missing[-1] - missing[0] < len(missing)
 
-    def _by_passes(self, rows: SequenceOf[DraftRow]) -> Draft:
+    def _by_passes(self, rows: SequenceOf[DraftRequest]) -> Draft:
         """Token by token, each drawn under the request's own parameters."""
         chains, logits = self._read(rows)
         if not chains.rows:
@@ -299,7 +299,7 @@ class DraftModelDrafter:
                 chains.drawn += [(row, depth) for row in drawn]
         return self._finish(chains, len(rows))
 
-    def _read(self, rows: SequenceOf[DraftRow]) -> tuple[_Chains, Tensor]:
+    def _read(self, rows: SequenceOf[DraftRequest]) -> tuple[_Chains, Tensor]:
         """Read missing tokens of all rows in one pass; rows that reach their last token draft from the logits."""
         counts = [self._num_nodes(row) for row in rows]
         missing = [self._missing(row.sequence) if count else [] for row, count in zip(rows, counts, strict=True)]
@@ -377,9 +377,9 @@ class DraftModelDrafter:
             return list(range(first, length))
         return [*range(first, start), *range(end, length)]  # a hit always leaves a token to compute: end < length
 
-    def _num_nodes(self, row: DraftRow) -> int:
+    def _num_nodes(self, row: DraftRequest) -> int:
         """The last node is drawn but never read, so it may lie one position past the draft model's own context."""
-        return max(min(row.budget, self._model.config.max_positions + 1 - len(row.sequence.tokens)), 0)
+        return max(min(row.max_nodes, self._model.config.max_positions + 1 - len(row.sequence.tokens)), 0)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, owners: Tensor, tables: Tensor, logit_rows: Tensor, max_len: int

@@ -169,7 +169,7 @@ class AdaptivePolicy:
         if asking:
             base, times = len(sequences), self._times[True in rows.sampled]
             if rows.fixed:
-                base += sum([choice.budget for choice in choices])
+                base += sum([choice.max_nodes for choice in choices])
             if self._urgent or (len(self._lessons) > 1 and not times.plain_known(base)):
                 self._learn()
             if not self._check_due(times, base) and not self._pauses(sequences):
@@ -385,8 +385,8 @@ class AdaptivePolicy:
         drafted: dict[str, int] = {}  # by model: the most nodes
         for key in keys:
             last = self._drafter_of.get(key)
-            if last is not None and last.budget > drafted.get(last.method, 0):
-                drafted[last.method] = last.budget
+            if last is not None and last.max_nodes > drafted.get(last.method, 0):
+                drafted[last.method] = last.max_nodes
         seconds = 0.0
         for method, budget in drafted.items():
             if self._evidence.runs_model(method):

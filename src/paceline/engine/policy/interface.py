@@ -20,7 +20,7 @@ DEEPEST = 16  # tokens ahead that a policy plans where k is open: passes for suc
 @dataclass(frozen=True)
 class Choice:
     method: str = NONE
-    budget: int = 0  # nodes
+    max_nodes: int = 0  # nodes
 
 
 class Policy(Protocol):
