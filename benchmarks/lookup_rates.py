@@ -54,12 +54,12 @@ def verify_rows(drafters: list[Drafter], sequence: Sequence, answer: list[int], 
     for at, token in enumerate(answer[:-1], start=1):
         sequence.tokens.append(token)
         for drafter in drafters:
-            evidence, guess = bucket(drafter.evidence(sequence)), likeliest(drafter, sequence)
+            level, guess = bucket(drafter.level(sequence)), likeliest(drafter, sequence)
             for position, (proposed, true) in enumerate(zip(guess, answer[at:], strict=False)):
-                tried[drafter.name, evidence, position] += 1
+                tried[drafter.name, level, position] += 1
                 if proposed != true:
                     break
-                hit[drafter.name, evidence, position] += 1
+                hit[drafter.name, level, position] += 1
 
 
 def main() -> None:
@@ -85,12 +85,12 @@ def main() -> None:
                 for drafter in drafters:
                     drafter.release(one)  # unfinished, so that nothing is learned from it
         print(f"temperature {temperature}: right / tried at positions {', '.join(str(at + 1) for at in SHOWN)}")
-        for method, evidence in sorted({key[:2] for key in tried}):
-            cells = [(method, evidence, at) for at in SHOWN]
+        for method, level in sorted({key[:2] for key in tried}):
+            cells = [(method, level, at) for at in SHOWN]
             rates = "  ".join(f"{hit[cell] / max(tried[cell], 1):.2f}/{tried[cell]:<4}" for cell in cells)
-            print(f"  {method:<7} bucket {evidence} (first guess {first_guess(evidence)[0]:.2f}): {rates}", flush=True)
-            keys = [(method, evidence, at) for at in range(DEEPEST) if tried[method, evidence, at]]
-            found[f"{temperature} {method} {evidence}"] = [[hit[key], tried[key]] for key in keys]
+            print(f"  {method:<7} bucket {level} (first guess {first_guess(level)[0]:.2f}): {rates}", flush=True)
+            keys = [(method, level, at) for at in range(DEEPEST) if tried[method, level, at]]
+            found[f"{temperature} {method} {level}"] = [[hit[key], tried[key]] for key in keys]
     finish("lookup_rates", {"answers": len(prompts), "rates": found})
 
 

@@ -28,7 +28,7 @@ from paceline.config import AUTO
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DraftRequest
-from paceline.drafters.base import LEARNED, HostDrafter
+from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.engine.policy.interface import Choice, StepReport
@@ -53,15 +53,15 @@ class Lookup(HostDrafter):
         """Its text has changed."""
         self.found[sequence.key] = self.noise.choice([0, 0, 0, 0, 2, 5, 12])
 
-    def look(self, sequences: Sequence[Answer]) -> list[int]:
+    def levels(self, sequences: Sequence[Answer]) -> list[int]:
         return [self.found[sequence.key] for sequence in sequences]
 
-    def evidence(self, sequence: Answer) -> int:
+    def level(self, sequence: Answer) -> int:
         return self.found[sequence.key]
 
     def path(self, sequence: Answer, nodes: int) -> list[int]:
         path = list[int]()
-        while len(path) < nodes and self.noise.random() < min(0.4 + 0.05 * self.evidence(sequence), 0.95):
+        while len(path) < nodes and self.noise.random() < min(0.4 + 0.05 * self.level(sequence), 0.95):
             path.append(len(path))
         return path
 
@@ -78,11 +78,11 @@ class Trees(Lookup):
     def read(self, sequence: Answer) -> None:
         pass
 
-    def look(self, sequences: Sequence[Answer]) -> None:  # type: ignore[override]
+    def levels(self, sequences: Sequence[Answer]) -> None:  # type: ignore[override]
         return None
 
-    def evidence(self, sequence: Answer) -> int:
-        return LEARNED
+    def level(self, sequence: Answer) -> int:
+        return TRAINED_LEVEL
 
     def lag(self, sequence: Answer) -> int:
         return 1

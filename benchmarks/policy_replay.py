@@ -34,7 +34,7 @@ from paceline.config import SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRequest
-from paceline.drafters.base import LEARNED, HostDrafter
+from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.drafter_set import CATCHING_UP
 from paceline.engine.policy import priors as pass_prior
@@ -161,8 +161,8 @@ class Oracle(HostDrafter):
         self.answers: dict[str, list[int]] = {}
         self._read: dict[str, int] = {}
 
-    def evidence(self, sequence: Answer) -> int:
-        return LEARNED
+    def level(self, sequence: Answer) -> int:
+        return TRAINED_LEVEL
 
     def lag(self, sequence: Answer) -> int:
         return len(sequence.tokens) - min(self._read.get(sequence.key, 0), len(sequence.tokens) - 1)

@@ -50,9 +50,9 @@ def decode(drafter: SuffixDrafter, group: list[Record], weights: Any | None, tim
         if weights is not None:
             weights.sum()
         started = time.perf_counter()
-        drafter.look([sequence for sequence, _ in live])
+        drafter.levels([sequence for sequence, _ in live])
         for sequence, _ in live:
-            drafter.evidence(sequence)
+            drafter.level(sequence)
         draft = drafter.propose([DraftRequest(sequence, BUDGET) for sequence, _ in live])
         taken = time.perf_counter() - started
         for row, (sequence, answer) in enumerate(live):

@@ -41,7 +41,7 @@ from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.methods import METHODS, SUFFIX, available
 from paceline.engine.engine import Engine
-from paceline.engine.policy import evidence
+from paceline.engine.policy import level
 from paceline.engine.policy import survival as acceptance
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.decoder import FINAL
@@ -161,7 +161,7 @@ class Trials(DSparkDrafter):
     def _look_up(self, sequence: Any, most: int) -> None:
         """`suffix`: the lookup's tree; `merged n`: its nodes in turn with the drafter's own, n in all."""
         assert self.lookup is not None
-        self.support = self.lookup.evidence(sequence)
+        self.support = self.lookup.level(sequence)
         found = self.lookup.propose([DraftRequest(sequence, most)])
         count = int(found.num_nodes[0])
         self.trials["suffix"] = Tree(found.tokens[0, :count].tolist(), found.parents[0, :count].tolist(), [], {})
@@ -342,7 +342,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
     drafter = Trials.from_context(context, method.name)
     assert isinstance(drafter, Trials)
     drafter.prepare(context.checkpoint, target.loaded.config.vocab_size, args)
-    acceptance.MAX_K = evidence.MAX_K = MOST
+    acceptance.MAX_K = level.MAX_K = MOST
     drafters: list[Any] = [drafter]
     if args.lookup:
         drafter.lookup = METHODS[SUFFIX].make(context)

@@ -103,7 +103,7 @@ class KnowingDrafter(HostDrafter):
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
         return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]))
 
-    def evidence(self, sequence):
+    def level(self, sequence):
         return 4
 
     def guess(self, sequence, count):

@@ -34,7 +34,7 @@ class Serving:
         seconds = 1e-3 * (draft_ms or 0.74 + 0.028 * count)
         self.drafter = Trees(seconds=seconds, first=first, falls=0.9, seed=seed)
         self.policy = AdaptivePolicy(
-            [self.drafter, Lookup("lookup", 0.3, evidence=1)], "auto", prior=replace(GPU, padded_to=STEPS)
+            [self.drafter, Lookup("lookup", 0.3, level=1)], "auto", prior=replace(GPU, padded_to=STEPS)
         )
         self.sequences = [sequence(f"s{at}") for at in range(count)]
         self.left = {one.key: self.rng.randrange(1, ANSWER[1]) for one in self.sequences}

@@ -156,7 +156,7 @@ def _lookup(subject: Machine, drafter: Drafter, tokens: Sequence[int]) -> Drafte
     drafter.admit(sequence, 0, 0)
     for token in tokens[1:]:
         sequence.tokens.append(token)
-        drafter.evidence(sequence)  # indexes what was committed
+        drafter.level(sequence)  # indexes what was committed
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     spent = []

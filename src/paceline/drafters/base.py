@@ -35,7 +35,7 @@ from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.weights import StoredWeight
 
 SAMPLED = 4096  # values of a tensor that enter its digest
-LEARNED = 6  # evidence of a trained drafter: it always proposes, and most proposals are good
+TRAINED_LEVEL = 6  # evidence of a trained drafter: it always proposes, and most proposals are good
 
 
 class DraftRequest(NamedTuple):
@@ -97,7 +97,7 @@ class Drafter(Protocol):
     def release(self, sequence: Sequence) -> None:
         """The sequence left (finished, cancelled or preempted): forget it."""
 
-    def evidence(self, sequence: Sequence) -> int:
+    def level(self, sequence: Sequence) -> int:
         """How well a draft made now is supported; 0: it would be empty. Depends on committed tokens only."""
 
     def lag(self, sequence: Sequence) -> int:
@@ -150,14 +150,14 @@ class HostDrafter:
     def read_prompt(self, sequence: Sequence, end: int) -> None:
         """tokens[:end] of a prompt were computed."""
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[int] | None:
-        """The evidence of all sequences, where one call is cheaper; None: call `evidence` for each."""
+    def levels(self, sequences: SequenceOf[Sequence]) -> list[int] | None:
+        """The evidence of all sequences, where one call is cheaper; None: call `level` for each."""
         return None
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         pass
 
-    def evidence(self, sequence: Sequence) -> int:
+    def level(self, sequence: Sequence) -> int:
         return 1
 
     def lag(self, sequence: Sequence) -> int:

@@ -24,7 +24,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict, VerdictRow
-from paceline.drafters.base import LEARNED, DraftRequest, VerifiedDraft, excluded
+from paceline.drafters.base import TRAINED_LEVEL, DraftRequest, VerifiedDraft, excluded
 from paceline.models.backends.cpu.kernels import native_ring_store
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import slots_of
@@ -311,8 +311,8 @@ class TappedDrafter:
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)
 
-    def evidence(self, sequence: Sequence) -> int:
-        return LEARNED
+    def level(self, sequence: Sequence) -> int:
+        return TRAINED_LEVEL
 
     def lag(self, sequence: Sequence) -> int:
         return self._complete(len(sequence.tokens)) - self._states[sequence.key].end if self.kv_layers else 0

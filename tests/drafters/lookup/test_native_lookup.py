@@ -54,8 +54,8 @@ def check_same(both, sequences, budgets):
     native, plain = both
     asked = [DraftRequest(sequence, max_nodes) for sequence, max_nodes in zip(sequences, budgets, strict=True)]
     for drafter in both:
-        drafter.look(sequences)  # in the order of these they share the memory there is
-    assert [native.evidence(one) for one in sequences] == [plain.evidence(one) for one in sequences]
+        drafter.levels(sequences)  # in the order of these they share the memory there is
+    assert [native.level(one) for one in sequences] == [plain.level(one) for one in sequences]
     for sequence in sequences if native.name == "suffix" else ():
         states = [drafter.states[sequence.key] for drafter in both]
         assert places_of(native, states[0]) == places_of(plain, states[1])
@@ -185,7 +185,7 @@ def test_a_text_longer_than_its_positions_is_numbered_afresh(monkeypatch):
     sequence = Sequence("0", [1, 2, 3], SamplingParams().resolve({}), max_len=100_000)
     for step in range(600):
         sequence.tokens.append(1 + step * step % 7)
-        native.evidence(sequence)
+        native.level(sequence)
         assert native.states["0/0"].index.end <= 301
     rows = [DraftRequest(sequence, 4)]
     assert torch.equal(native.propose(rows).tokens, plain.propose(rows).tokens)
@@ -196,7 +196,7 @@ def test_positions_stay_where_nothing_is_new(native, monkeypatch):
     monkeypatch.setattr(suffix_index, "_LAST_POSITION", 130)
     drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]
     sequence = Sequence("0", [1] * 300, SamplingParams().resolve({}), max_len=100_000)
-    drafter.evidence(sequence)
+    drafter.level(sequence)
     end = drafter.states["0/0"].index.end
     drafter.read_prompt(sequence, 7)  # read again, perhaps
     assert drafter.states["0/0"].index.end == end, "what was found is of these positions"
@@ -208,17 +208,17 @@ def test_nothing_before_a_full_ring_is_read(native):
     drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]
     repeated = [*range(100, 100 + DEPTH)]
     sequence = Sequence("0", [7] * 64 + repeated, SamplingParams().resolve({}), max_len=100_000)
-    drafter.evidence(sequence)
+    drafter.level(sequence)
     index = drafter.states["0/0"].index
     assert index.rows == 64, "no memory to grow"
     sequence.tokens += [5] * (-index.end % 64) + repeated + [6, 8]  # the 6 comes to lie at DEPTH
-    drafter.evidence(sequence)
+    drafter.level(sequence)
     assert index.text[DEPTH] == 6
     around = np.full(index.rows + 2 * DEPTH, -2, np.int32)  # equal to what stands behind a context
     around[DEPTH:] = index._text
     index._work_on(index.rows, around[DEPTH:], index._heads, index._links)
     sequence.tokens += repeated
-    drafter.evidence(sequence)
+    drafter.level(sequence)
     ((match, _, start, _),) = places_of(drafter, drafter.states["0/0"])
     assert (match, start & 63) == (DEPTH, DEPTH)
 
@@ -247,7 +247,7 @@ def test_where_memory_is_missing_nothing_has_changed(method, name, after, native
     drafter, fresh = pair(method)[0 if native else 1], pair(method)[1]
     texts = [[1, 2, 3, 4, 5], [*range(30)] * 2]
     sequences = [Sequence(str(i), text, SamplingParams().resolve({}), max_len=9_999) for i, text in enumerate(texts)]
-    drafter.look(sequences)
+    drafter.levels(sequences)
     sequences[0].tokens += [1, 2, 3, 4]
     sequences[1].tokens += [*range(30)] * 9
     held = drafter.nbytes if method == "suffix" else 0
@@ -255,10 +255,10 @@ def test_where_memory_is_missing_nothing_has_changed(method, name, after, native
         failing(patched, name, after)
         if native or method == "suffix":
             with pytest.raises(MemoryError):
-                drafter.look(sequences)
+                drafter.levels(sequences)
     assert method == "ngram" or drafter.nbytes == held
     for _ in range(2):
-        assert drafter.look(sequences) == fresh.look(sequences)
+        assert drafter.levels(sequences) == fresh.levels(sequences)
         rows = [DraftRequest(sequence, 5) for sequence in sequences]
         assert torch.equal(drafter.propose(rows).tokens, fresh.propose(rows).tokens)
         for sequence in sequences:
@@ -271,7 +271,7 @@ def test_an_index_that_could_not_be_made_takes_no_memory(monkeypatch):
     with monkeypatch.context() as patched:
         failing(patched, "full", 2)
         with pytest.raises(MemoryError):
-            drafter.look([Sequence("0", [1, 2], SamplingParams().resolve({}), max_len=99)])
+            drafter.levels([Sequence("0", [1, 2], SamplingParams().resolve({}), max_len=99)])
     assert drafter.nbytes == held
 
 
@@ -284,7 +284,7 @@ def test_every_variant_proposes_the_same(method, monkeypatch):
             monkeypatch.setattr(module, "load_library", lambda library=library: library)
         drafter, _ = pair(method)
         sequence = Sequence("0", [1, 2, 3, 4, 1, 2, 5, 1, 2, 3], SamplingParams().resolve({}), max_len=100)
-        found_by_variant.append((drafter.evidence(sequence), drafter.propose([DraftRequest(sequence, 8)]).tokens.tolist()))
+        found_by_variant.append((drafter.level(sequence), drafter.propose([DraftRequest(sequence, 8)]).tokens.tolist()))
     assert found_by_variant == found_by_variant[:1] * len(found_by_variant)
 
 
@@ -304,18 +304,18 @@ def test_all_are_looked_up_at_once_and_once(method, native, monkeypatch):
     asked = []
     find = drafter.backend.find
     monkeypatch.setattr(drafter.backend, "find", lambda states: (asked.append(len(states)), find(states)))
-    drafter.look([*sequences, sequences[0]])
-    assert all(drafter.evidence(sequence) for sequence in sequences)
+    drafter.levels([*sequences, sequences[0]])
+    assert all(drafter.level(sequence) for sequence in sequences)
     drafter.propose([DraftRequest(sequence, 3) for sequence in sequences])
     assert asked in ([5], [6])
     sequences[1].tokens += [1]
-    drafter.look(sequences)
+    drafter.levels(sequences)
     assert asked[1:] == [1], "only where the text has grown"
     if method == "suffix":
         sequences[2].finish_reason = "stop"
         sequences[2].tokens += [7, 8, 9]
         drafter.release(sequences[2])
-        drafter.look([sequences[3]])
+        drafter.levels([sequences[3]])
         assert asked[2:] == [1], "or the store has learned"
 
 

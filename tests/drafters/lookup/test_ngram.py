@@ -51,7 +51,7 @@ def test_a_proposal_is_what_a_naive_search_finds(tokens, max_nodes, ngram_min, m
     expected, length = naive(tokens, max_nodes, ngram_min, ngram_min + more)
     for native in (True, False):
         drafter, sequence = make(ngram_min, ngram_min + more, native=native), sequence_of(tokens)
-        assert drafter.evidence(sequence) == length
+        assert drafter.level(sequence) == length
         assert propose(drafter, sequence, max_nodes) == expected
 
 

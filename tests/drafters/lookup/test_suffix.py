@@ -147,7 +147,7 @@ def test_the_tree_is_the_one_a_naive_count_finds(tokens, past, max_nodes):
     local.extend(tokens)
     for text in past:
         store.extend([*text, END])
-    tree, evidence = tree_of(tokens, max_nodes, local, store)
+    tree, level = tree_of(tokens, max_nodes, local, store)
     structures = [tokens, [token for text in past for token in [*text, END]]]
     places = naive_places(structures, tokens)
     likely = naive_paths(places, tokens)
@@ -159,19 +159,19 @@ def test_the_tree_is_the_one_a_naive_count_finds(tokens, past, max_nodes):
     assert tree.tokens == tree_of(tokens, max_nodes + 3, local, store)[0].tokens[: len(tree.tokens)]
     longest = max((place[0] for place in places), default=0)
     if longest >= LEVELS[0]:
-        assert evidence == longest
+        assert level == longest
     else:
         sure = sum(chance for path, chance in likely.items() if len(path) == 1)
-        assert evidence in {sum(sure >= step + close for step in EVIDENCE_STEPS) for close in (-CLOSE, CLOSE)}
-        assert (evidence == 0) == (not likely), "an empty draft has no evidence"
+        assert level in {sum(sure >= step + close for step in EVIDENCE_STEPS) for close in (-CLOSE, CLOSE)}
+        assert (level == 0) == (not likely), "an empty draft has no evidence"
 
 
 def test_it_branches_where_the_evidence_does():
     index = SuffixIndex()
     tokens = [1, 2, 3, 5, 6, 1, 2, 3, 5, 7, 1, 2, 3, 8, 9, 1, 2, 3]
     index.extend(tokens)
-    tree, evidence = tree_of(tokens, 4, index)
-    assert evidence == 4
+    tree, level = tree_of(tokens, 4, index)
+    assert level == 4
     assert paths_of(tree)[:2] == [(5,), (8,)], "two of three say 5"
     assert set(paths_of(tree)[2:]) < {(5, 6), (5, 7), (8, 9)}, "which are as likely as one another"
     whole = paths_of(tree_of(tokens, 6, index)[0])
@@ -194,7 +194,7 @@ def test_a_copy_that_strayed_goes_on_behind_the_token_left_out_or_with_it():
     tokens, parents = propose(drafter, sequence, 8)
     assert [token for token, parent in zip(tokens, parents, strict=True) if parent < 0] == [5, 4]
     assert propose(drafter, sequence, 2) == ([5, 4], [-1, -1])
-    assert drafter.evidence(sequence) == sum(step <= SUBSTITUTED + INSERTED for step in EVIDENCE_STEPS) > 0
+    assert drafter.level(sequence) == sum(step <= SUBSTITUTED + INSERTED for step in EVIDENCE_STEPS) > 0
     sequence.tokens += [5]
     assert propose(drafter, sequence, 1)[0] == [6], "and then follows it again"
     assert propose(make(), sequence_of([1, 2, 3, 4, 9, 3, 8]), 8) == ([], []), "one token shared is no copy"
@@ -265,7 +265,7 @@ def test_positions_start_again_before_they_overflow(monkeypatch):
 def test_little_or_no_history_gives_an_empty_draft(tokens, max_nodes):
     drafter, sequence = make(), sequence_of(tokens)
     assert propose(drafter, sequence, max_nodes) == ([], [])
-    assert drafter.evidence(sequence) == 0
+    assert drafter.level(sequence) == 0
     assert drafter.propose([]).batch == 0
 
 
@@ -279,7 +279,7 @@ def test_a_budget_of_nothing_or_more_than_there_is():
 def test_a_loop_is_continued_past_the_end_of_the_text():
     drafter, sequence = make(), sequence_of([1, 2, 3] * 6)
     assert propose(drafter, sequence, 9) == ([1, 2, 3] * 3, [*range(-1, 8)])
-    assert drafter.evidence(sequence) == 15
+    assert drafter.level(sequence) == 15
 
 
 def test_unknown_sequences_can_be_released_and_teach_nothing():

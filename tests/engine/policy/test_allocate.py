@@ -78,6 +78,6 @@ def test_each_row_drafts_by_the_method_that_promises_it_most():
     chain = Offer("chain", [1, 2], [9, 2], [0, 1], kinds, (0.1, 0.1), {})
     first, second = budgets.mixed([tree, chain])
     assert (first.rows, first.kind_of, first.kinds[0].rows) == ([0, 2], [0, 0], 2)
-    assert (second.rows, second.evidence, [kind.rows for kind in second.kinds]) == ([1], [9], [1])
+    assert (second.rows, second.level, [kind.rows for kind in second.kinds]) == ([1], [9], [1])
     assert budgets.mixed([tree]) == budgets.mixed([chain._replace(rows=[7, 8])]) == []
     assert budgets.mixed([tree, chain._replace(rows=[2, 2], kind_of=[1, 1])]) == []

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.config import NONE, SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters.base import LEARNED, HostDrafter
+from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
 from paceline.drafters.speculative_config import read
 from paceline.engine.batch import StepTiming
 from paceline.engine.policy.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, WORST, AdaptivePolicy
@@ -39,11 +39,11 @@ DEVICE = replace(GPU, padded_to=tuple(H200_MS))
 class Lookup(HostDrafter):
     """Right with probability `alpha` at each token; its evidence is constant."""
 
-    def __init__(self, name, alpha, *, evidence=4, seconds=0.0):
-        self.name, self.alpha, self._evidence, self.seconds = name, alpha, evidence, seconds
+    def __init__(self, name, alpha, *, level=4, seconds=0.0):
+        self.name, self.alpha, self._evidence, self.seconds = name, alpha, level, seconds
         self.noise, self.asked = random.Random(name), []
 
-    def evidence(self, sequence):
+    def level(self, sequence):
         self.asked.append(sequence.key)
         return self._evidence
 
@@ -58,7 +58,7 @@ class Model(Lookup):
     """Each token ahead takes `seconds`."""
 
     def __init__(self, name, alpha, *, seconds=0.0):
-        super().__init__(name, alpha, evidence=LEARNED, seconds=seconds)
+        super().__init__(name, alpha, level=TRAINED_LEVEL, seconds=seconds)
 
     def lag(self, sequence):
         return 1
@@ -71,7 +71,7 @@ class Uneven(Lookup):
         super().__init__("uneven", 0.0)
         self._sure = sure
 
-    def evidence(self, sequence):
+    def level(self, sequence):
         return 12 if sequence.key in self._sure else 2
 
     def accepted(self, sequence, budget):
@@ -323,7 +323,7 @@ def test_a_method_whose_acceptance_fell_is_measured_again_and_found_again():
 
 
 def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
-    good, bad = Lookup("good", 0.9), Lookup("bad", 0.3, evidence=3)
+    good, bad = Lookup("good", 0.9), Lookup("bad", 0.3, level=3)
     policy = AdaptivePolicy([bad, good], "auto")
     mixed = [
         sequence("a"),
@@ -343,7 +343,7 @@ def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
 
 
 def test_rows_that_ask_for_different_methods_draft_in_one_step():
-    both = [Lookup("one", 0.9), Lookup("other", 0.9), Lookup("silent", 0.9, evidence=0)]
+    both = [Lookup("one", 0.9), Lookup("other", 0.9), Lookup("silent", 0.9, level=0)]
     policy = AdaptivePolicy(both, "auto")
     mixed = [sequence(f"s{i}", speculation=wish) for i, wish in enumerate(["one", "other", "one", "other", "silent"])]
     simulate(policy, both, FLAT, mixed, 200)
@@ -426,10 +426,10 @@ def test_a_drafter_that_cannot_answer_warns_once_and_silences_no_other_row(caplo
     sequences = [sequence(f"s{i}") for i in range(3)]
 
     class Partly(Lookup):
-        def look(self, sequences):
+        def levels(self, sequences):
             return [4]  # for three
 
-        def evidence(self, one):
+        def level(self, one):
             return 4 if one is not sequences[1] else 1 // 0
 
     policy = AdaptivePolicy([Partly("g", 0.9)], "g", 3)
@@ -449,7 +449,7 @@ def test_the_first_tokens_of_an_answer_do_not_wait_for_a_model_that_must_read_th
 
 
 def test_many_sequences_where_nothing_pays_are_seldom_looked_at():
-    drafter = Lookup("g", 0.05, evidence=2)
+    drafter = Lookup("g", 0.05, level=2)
     policy, many = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}") for i in range(64)]
     simulate(policy, [drafter], STEEP, many, 200)
     drafter.asked.clear()
@@ -483,9 +483,9 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
     """The next plan may come before the lesson; and the tokens drafted are not looked at."""
     lookup, noted = Lookup("lookup", 0.9), []
     policy, one = AdaptivePolicy([lookup], "lookup", 2), sequence("s")
-    policy._acceptance.note = lambda method, sampled, evidence, depth, accepted: noted.append((evidence, depth))
-    for evidence in (4, 9):
-        lookup._evidence = evidence
+    policy._acceptance.note = lambda method, sampled, level, depth, accepted: noted.append((level, depth))
+    for level in (4, 9):
+        lookup._evidence = level
         assert policy.plan([one], 0, False) == [Choice("lookup", 2)]
         policy.learn()
         policy.observe(result_of([ResultRow(one, [1], False, "lookup", 3, 0, 2)]), StepTiming(1, 4, 0.02, {}))
@@ -495,11 +495,11 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
 
 def test_a_model_whose_first_drafts_held_is_trusted_further_ahead_at_once():
     acceptance = Acceptance()
-    before = {evidence: acceptance.survival("m", False, evidence) for evidence in (2, LEARNED)}
-    for evidence in before:
-        acceptance.note("m", False, evidence, depth=8, accepted=8)
+    before = {level: acceptance.survival("m", False, level) for level in (2, TRAINED_LEVEL)}
+    for level in before:
+        acceptance.note("m", False, level, depth=8, accepted=8)
     acceptance.end_step()
-    assert acceptance.survival("m", False, LEARNED)[15] > 1.3 * before[LEARNED][15]
+    assert acceptance.survival("m", False, TRAINED_LEVEL)[15] > 1.3 * before[TRAINED_LEVEL][15]
     after = acceptance.survival("m", False, 2)
     assert after[15] / after[7] == pytest.approx(before[2][15] / before[2][7]), "a short match is another matter"
 
@@ -790,7 +790,7 @@ def test_what_is_known_of_trees_is_kept_between_runs():
         tree_step(policy, drafter, [sequence("a")], FLAT)
     again = AdaptivePolicy([drafter], "trees")
     again.load(json.loads(json.dumps(policy.state())))
-    survival = again._acceptance.survival("trees", False, LEARNED, tree=True)
+    survival = again._acceptance.survival("trees", False, TRAINED_LEVEL, tree=True)
     assert survival.shape == (64,)
     assert (np.diff(survival) <= 0).all(), "no node has more than the one before"
     assert abs(survival[:16].sum() - drafter.shares[:16].sum()) < 0.4
@@ -858,7 +858,7 @@ def test_a_model_is_not_left_for_a_lookup_that_is_hardly_better():
     used = {}
     for seconds in (0.0, 0.006):
         model = Model("model", 0.8, seconds=0.0005)
-        lookup = Lookup("lookup", 0.82, evidence=9)
+        lookup = Lookup("lookup", 0.82, level=9)
         policy = AdaptivePolicy([model, lookup], "auto", None, DEVICE)
         policy._leaving_s = lambda rows, guess, seconds=seconds: seconds
         one, chosen = [sequence("a")], Counter()

@@ -22,7 +22,7 @@ class State:
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.at = -1  # length of the text when it was looked up
-        self.evidence = 0  # found by that lookup
+        self.level = 0  # found by that lookup
 
 
 S = TypeVar("S", bound=State)
@@ -52,15 +52,15 @@ class LookupDrafter(HostDrafter, Generic[S]):
         self.backend = backend
         self.states: dict[str, S] = {}
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        return [state.evidence for state in self.looked_up(sequences)]
+    def levels(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        return [state.level for state in self.looked_up(sequences)]
 
-    def evidence(self, sequence: Sequence) -> int:
+    def level(self, sequence: Sequence) -> int:
         """Evidence for a draft made now: a function of the committed tokens and of past answers."""
         state = self.states.get(sequence.key)
         if state is None or state.at != len(sequence.tokens) or state.sequence is not sequence:
             (state,) = self.looked_up([sequence])
-        return state.evidence
+        return state.level
 
     def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
         return self.backend.draft(self.looked_up([row.sequence for row in rows]), [row.max_nodes for row in rows])

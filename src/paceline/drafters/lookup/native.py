@@ -72,7 +72,7 @@ class NativeBackend(ABC, Generic[S]):
         self._find(packed.buffer_info()[0], rows, *self._shared)
         # Only now: making room may have failed for one of them, and then no text was indexed.
         for state, found, length in zip(states, packed[rows : 2 * rows].tolist(), lengths, strict=True):
-            state.evidence, state.at, state.indexed = found, length, length
+            state.level, state.at, state.indexed = found, length, length
 
     def draft(self, states: SequenceOf[S], max_nodes: SequenceOf[int]) -> Draft:
         """The native function fills a buffer with node counts and planes; it returns the width used, as -1 - width

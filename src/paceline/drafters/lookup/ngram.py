@@ -103,11 +103,11 @@ class PythonNgrams:
         for state in states:
             tokens = state.sequence.tokens
             n, state.start = state.index.find(tokens)
-            state.evidence, state.at = match_length(tokens, state.start, n) if n else 0, len(tokens)
+            state.level, state.at = match_length(tokens, state.start, n) if n else 0, len(tokens)
 
     def draft(self, states: SequenceOf[_State], max_nodes: SequenceOf[int]) -> Draft:
         chains = [
-            continuation(state.sequence.tokens, state.start, max_nodes) if state.evidence else []
+            continuation(state.sequence.tokens, state.start, max_nodes) if state.level else []
             for state, max_nodes in zip(states, max_nodes, strict=True)
         ]
         counts = [len(chain) for chain in chains]

@@ -64,7 +64,7 @@ class PythonSuffixes:
             lookups = [] if state.index is None else [Lookup(state.index, context)]
             lookups += [] if store is None else [Lookup(store, context, STORE_WEIGHT)]
             state.places, state.at = places_of(lookups, state.index, context), len(tokens)
-            state.evidence = evidence_of(state.places)
+            state.level = evidence_of(state.places)
 
     def draft(self, states: SequenceOf[_State], max_nodes: SequenceOf[int]) -> Draft:
         trees = [grow(state.places, max_nodes) for state, max_nodes in zip(states, max_nodes, strict=True)]

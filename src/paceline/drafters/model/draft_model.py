@@ -26,7 +26,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import LEARNED, DrafterContext, DraftRequest, VerifiedDraft
+from paceline.drafters.base import TRAINED_LEVEL, DrafterContext, DraftRequest, VerifiedDraft
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.errors import InvalidParameter
@@ -156,8 +156,8 @@ class DraftModelDrafter:
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)
 
-    def evidence(self, sequence: Sequence) -> int:
-        return LEARNED if len(sequence.tokens) < self._model.config.max_positions else 0
+    def level(self, sequence: Sequence) -> int:
+        return TRAINED_LEVEL if len(sequence.tokens) < self._model.config.max_positions else 0
 
     def close(self) -> None:
         pass

@@ -33,7 +33,7 @@ from paceline.engine.policy.costs import (
     StepTimes,
     size_of,
 )
-from paceline.engine.policy.evidence import DrafterEvidence
+from paceline.engine.policy.level import DrafterEvidence
 from paceline.engine.policy.guard import Guard
 from paceline.engine.policy.interface import DEEPEST, Choice, any_sampled, wish
 from paceline.engine.policy.job_values import JobValues
@@ -196,9 +196,9 @@ class AdaptivePolicy:
         """With k fixed only the method is left to choose: the one with the most evidence."""
         for name in self._evidence.allowed(method):
             found = self._evidence.of([rows.sequences[at] for at in ks], name)
-            for (at, k), evidence in zip(ks.items(), found, strict=True):
-                if evidence > self._plan.asked.get(rows.keys[at], (0, 0))[0]:
-                    self._plan.asked[rows.keys[at]] = evidence, 0
+            for (at, k), level in zip(ks.items(), found, strict=True):
+                if level > self._plan.asked.get(rows.keys[at], (0, 0))[0]:
+                    self._plan.asked[rows.keys[at]] = level, 0
                     choices[at] = _choice(name, min(k, self._evidence.most_nodes(name, room[at])))
 
     def _check_due(self, times: StepTimes, base: int) -> bool:
@@ -272,7 +272,7 @@ class AdaptivePolicy:
             most = max(LONGEST_PAUSE, 2 * number) if number > FEW or self._on_device else FEW_PAUSE
             self._pause = min(2 * self._pause_left, most)
             for offer in considered:
-                in_vain = bucket(max(offer.evidence)), self._in_vain.get(offer.method, 0)
+                in_vain = bucket(max(offer.level)), self._in_vain.get(offer.method, 0)
                 self._in_vain[offer.method] = max(in_vain)
 
     def _best(self, step: _Step, with_nodes: Floats, offers: list[Offer]) -> tuple[list[Offer], Budgets]:
@@ -314,13 +314,13 @@ class AdaptivePolicy:
             left, most = len(offer.rows), MAX_K
             if left > TRIAL_ROWS and not self._acceptance.is_tried(offer.method):
                 left, most = TRIAL_ROWS, TRIAL_NODES
-            for at, evidence, budget in zip(offer.rows, offer.evidence, nodes, strict=True):
+            for at, level, budget in zip(offer.rows, offer.level, nodes, strict=True):
                 if budget and left:
                     left -= 1
                     budget = min(budget, most)
                     choices[at] = self._drafter_of[keys[at]] = _choice(offer.method, budget)
                     # On a device trees are not cut, and one begun before it was planned has as many nodes as the last.
-                    self._plan.asked[keys[at]] = evidence, 0 if self._on_device else budget
+                    self._plan.asked[keys[at]] = level, 0 if self._on_device else budget
 
     def _offers(self, step: _Step, rows: list[int], asked: str) -> list[Offer]:
         made = [self._offer(step, rows, method) for method in self._evidence.allowed(asked)]
@@ -352,8 +352,8 @@ class AdaptivePolicy:
         room, sampled, width = step.room, step.rows.sampled, MAX_K if tree else DEEPEST
         beyond = min(self._evidence.depth(method), width)  # with more room than that any number of nodes fits
         alike = [
-            (sampled[at], bucket(evidence), MAX_K if room[at] > beyond else room[at] - 1)
-            for at, evidence in zip(rows, found, strict=True)
+            (sampled[at], bucket(level), MAX_K if room[at] > beyond else room[at] - 1)
+            for at, level in zip(rows, found, strict=True)
         ]
         valued = [values[step.rows.keys[at]] for at in rows] if values else [1.0] * len(rows)
         of_rows = list(zip(alike, valued, strict=True))
@@ -369,8 +369,8 @@ class AdaptivePolicy:
         key = method, alike, value, rows
         if key in self._kinds:
             return self._kinds[key]
-        sampled, evidence, most = alike
-        worth, shares, promised = self._acceptance.outlook(method, sampled, evidence, tree=tree)
+        sampled, level, most = alike
+        worth, shares, promised = self._acceptance.outlook(method, sampled, level, tree=tree)
         if value != 1.0:
             worth, promised = value * worth, value * promised
         if most < len(worth):
@@ -395,11 +395,11 @@ class AdaptivePolicy:
                 seconds = max(seconds, a + b * (budget if chain else 1))
         return seconds
 
-    def _promised(self, method: str, sampled: bool, evidence: int) -> float:
+    def _promised(self, method: str, sampled: bool, level: int) -> float:
         """Tokens of a draft's first few that may be accepted."""
-        if not evidence:
+        if not level:
             return 0.0
-        return float(self._acceptance.survival(method, sampled, evidence)[:PACE_DEPTH].sum())
+        return float(self._acceptance.survival(method, sampled, level)[:PACE_DEPTH].sum())
 
     def next_is_plain(self, sequences: SequenceOf[Sequence]) -> bool:
         if not self._evidence.drafters:
@@ -470,11 +470,11 @@ class AdaptivePolicy:
             self._learn_times(plan, result, timing, drafted)
         for at, (method, nodes, accepted, depth) in result.drafts.items():
             sequence = result.sequences[at]
-            evidence, asked = plan.asked.get(sequence.key, (1, 0))
+            level, asked = plan.asked.get(sequence.key, (1, 0))
             if at in paths:
-                self._acceptance.note_tree(method, sequence.sampled, evidence, asked, nodes, paths[at])
+                self._acceptance.note_tree(method, sequence.sampled, level, asked, nodes, paths[at])
             else:
-                self._acceptance.note(method, sequence.sampled, evidence, depth, accepted)
+                self._acceptance.note(method, sequence.sampled, level, depth, accepted)
         if drafted:
             self._job_values.note(result.sequences, result.tokens)
         for at in result.ended:

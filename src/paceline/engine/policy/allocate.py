@@ -37,7 +37,7 @@ class Offer(NamedTuple):
 
     method: str
     rows: list[int]  # in the batch
-    evidence: list[int]  # by row
+    level: list[int]  # by row
     kind_of: list[int]  # by row
     kinds: list[Kind]
     line: tuple[float, float]  # seconds of such a draft: a + b depth; of trees, made at once, b is 0
@@ -182,9 +182,9 @@ def mixed(offers: SequenceOf[Offer]) -> list[Offer]:
 
 def _part(offer: Offer, kept: list[bool]) -> Offer:
     """Of some rows."""
-    columns = offer.rows, offer.evidence, offer.kind_of
-    rows, evidence, kinds = (list(compress(column, kept)) for column in columns)
+    columns = offer.rows, offer.level, offer.kind_of
+    rows, level, kinds = (list(compress(column, kept)) for column in columns)
     place = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
     of = [offer.kinds[kind]._replace(rows=kinds.count(kind)) for kind in place]
     key = None if offer.key is None else (offer.key, *kept)
-    return Offer(offer.method, rows, evidence, [place[kind] for kind in kinds], of, offer.line, offer.values, key)
+    return Offer(offer.method, rows, level, [place[kind] for kind in kinds], of, offer.line, offer.values, key)

@@ -73,7 +73,7 @@ class DrafterEvidence:
         drafter = self.drafters[method]
         if isinstance(drafter, HostDrafter):
             try:
-                found = drafter.look(sequences)
+                found = drafter.levels(sequences)
                 if found is not None and len(found) != len(sequences):
                     raise ValueError(f"{len(found)} answers for {len(sequences)} sequences")
                 if found is not None:
@@ -82,13 +82,13 @@ class DrafterEvidence:
                 self._warn(method, problem)
         found = []
         for sequence in sequences:
-            evidence = 0
+            level = 0
             try:
                 if len(sequence.tokens) - sequence.num_prompt >= FIRST_TOKENS or drafter.lag(sequence) <= SMALL_LAG:
-                    evidence = drafter.evidence(sequence)
+                    level = drafter.level(sequence)
             except Exception as problem:
                 self._warn(method, problem)
-            found.append(evidence)
+            found.append(level)
         return found
 
     def _warn(self, method: str, problem: Exception) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.config import MAX_K
-from paceline.drafters.base import LEARNED
+from paceline.drafters.base import TRAINED_LEVEL
 from paceline.engine.policy.costs import Floats
 from paceline.engine.policy.interface import DEEPEST
 
@@ -48,15 +48,15 @@ Key = tuple[str, bool, int]
 
 
 @functools.cache
-def bucket(evidence: int) -> int:
+def bucket(level: int) -> int:
     """The least evidence of those that share its record."""
-    return max((least for least in BUCKETS if evidence >= least), default=0)
+    return max((least for least in BUCKETS if level >= least), default=0)
 
 
 @functools.cache
-def first_guess(evidence: int) -> Floats:
+def first_guess(level: int) -> Floats:
     """By depth, before anything was seen: that a token holds behind a draft that held so far."""
-    context = evidence + np.arange(DEEPEST)
+    context = level + np.arange(DEEPEST)
     return np.minimum(context**2 / (context**2 + EVEN**2), SUREST)
 
 
@@ -93,11 +93,11 @@ def _of_trees(record: Floats | None) -> Outlook:
     return Outlook(survival, np.array(shares).repeat(BAND_SIZES), survival.sum().item())
 
 
-def _of_chains(record: Floats | None, evidence: int) -> Outlook:
+def _of_chains(record: Floats | None, level: int) -> Outlook:
     """By depth, that a token holds behind those that did."""
-    guess: list[float] = first_guess(evidence).tolist()
+    guess: list[float] = first_guess(level).tolist()
     tried, hit, _ = NOTHING_TRIED if record is None else record.tolist()
-    if evidence >= LEARNED:  # depths are alike: those seldom reached are as good as the others
+    if level >= TRAINED_LEVEL:  # depths are alike: those seldom reached are as good as the others
         expected = sum([tries * rate for tries, rate in zip(tried, guess, strict=True)])
         better = (sum(hit) + POOL_TRIALS) / (expected + POOL_TRIALS)
         guess = [min(rate * better, HIGHEST) for rate in guess]
@@ -129,8 +129,8 @@ class Acceptance:
         self._outlooks: dict[Key, Outlook] = {}
         self._tried: dict[str, bool] = {}
 
-    def outlook(self, method: str, sampled: bool, evidence: int, *, tree: bool = False) -> Outlook:
-        found = self._by_record((method, sampled, bucket(evidence)), tree)
+    def outlook(self, method: str, sampled: bool, level: int, *, tree: bool = False) -> Outlook:
+        found = self._by_record((method, sampled, bucket(level)), tree)
         promised, kept = self._promises.get(method, (0.0, 0.0))
         if kept >= promised:  # so it is of trees: all have one record, none of many was chosen for being high
             return found
@@ -144,10 +144,10 @@ class Acceptance:
             found = self._outlooks[key] = _of_trees(record) if tree else _of_chains(record, key[2])
         return found
 
-    def survival(self, method: str, sampled: bool, evidence: int, *, tree: bool = False) -> Floats:
+    def survival(self, method: str, sampled: bool, level: int, *, tree: bool = False) -> Floats:
         """(DEEPEST,) that the first 1, 2, ... tokens of a draft are all accepted; (MAX_K,) that each node of a tree is,
         which no node has more of than the one before."""
-        return self.outlook(method, sampled, evidence, tree=tree).survival
+        return self.outlook(method, sampled, level, tree=tree).survival
 
     def is_tried(self, method: str) -> bool:
         """Its record weighs more than the first guess."""
@@ -156,15 +156,15 @@ class Acceptance:
             self._tried[method] = sum(tries) >= GUESS_TRIALS
         return self._tried[method]
 
-    def note(self, method: str, sampled: bool, evidence: int, depth: int, accepted: int) -> None:
+    def note(self, method: str, sampled: bool, level: int, depth: int, accepted: int) -> None:
         """A draft `depth` deep was accepted so far."""
-        self._chains[method, sampled, bucket(evidence)].append((min(depth, DEEPEST), accepted))
+        self._chains[method, sampled, bucket(level)].append((min(depth, DEEPEST), accepted))
 
     def note_tree(
-        self, method: str, sampled: bool, evidence: int, asked: int, nodes: int, path: SequenceOf[int]
+        self, method: str, sampled: bool, level: int, asked: int, nodes: int, path: SequenceOf[int]
     ) -> None:
         """A tree of so many nodes was judged where `asked` might have been drafted; `path`: its accepted nodes."""
-        self._trees[method, sampled, bucket(evidence)].append((min(max(asked, nodes), MAX_K), nodes, path))
+        self._trees[method, sampled, bucket(level)].append((min(max(asked, nodes), MAX_K), nodes, path))
 
     def end_step(self) -> None:
         """All drafts of a step were noted: learn from them. Older promises count less."""
@@ -230,10 +230,10 @@ class Acceptance:
             {
                 "method": method,
                 "sampled": sampled,
-                "evidence": evidence,
+                "evidence": level,
                 **dict(zip(COLUMNS, record.tolist(), strict=True)),
             }
-            for (method, sampled, evidence), record in self._records.items()
+            for (method, sampled, level), record in self._records.items()
         ]
 
     @classmethod
