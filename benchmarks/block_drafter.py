@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from common import finish
-from speculation import read_prompts
+from speculation import index_prompts
 
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
@@ -132,7 +132,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     tokenizer = target.loaded.tokenizer
     for path in args.prompts:
-        turns = [prompt["turns"][0] for prompt in read_prompts([path], None)[: args.count]]
+        turns = [prompt["turns"][0] for prompt in index_prompts([path], None)[: args.count]]
         asked = [tokenizer.apply_chat_template([{"role": "user", "content": turn}]) for turn in turns]
         for rows in args.rows:
             for shape in args.shapes:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from common import finish
-from speculation import Configuration, read_prompts
+from speculation import Configuration, index_prompts
 
 from paceline import SamplingParams
 from paceline.bench.prompts import shipped
@@ -35,7 +35,7 @@ Cell = tuple[str, int, int]  # method, bucket of evidence, position
 def asked(loaded: LoadedModel, path: str | None, count: int) -> Iterator[list[int]]:
     for prompt in shipped(per_workload=PER_WORKLOAD):
         yield loaded.tokenizer.apply_chat_template(prompt.messages([])[:1])
-    for line in read_prompts([path], None)[:count] if path else ():
+    for line in index_prompts([path], None)[:count] if path else ():
         yield loaded.tokenizer.apply_chat_template([{"role": "user", "content": line["turns"][0]}])
 
 

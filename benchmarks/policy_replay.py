@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import finish
-from speculation import Configuration, read_prompts
+from speculation import Configuration, index_prompts
 
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
@@ -212,7 +212,7 @@ def record(paths: Sequence[str], temperature: float, seed: int) -> list[Record]:
     params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, **chosen).resolve({})
     records: list[Record] = []
     for name in (*paths, "copy"):
-        prompts = read_prompts([] if name == "copy" else [name], None)
+        prompts = index_prompts([] if name == "copy" else [name], None)
         for start in range(0, len(prompts), TOGETHER):
             group = prompts[start : start + TOGETHER]
             talks: list[list[dict[str, str]]] = [[] for _ in group]
@@ -288,7 +288,7 @@ class Replay:
         for drafter in self.drafters:
             drafter.admit(sequence, 0, 0)
             if isinstance(drafter, HostDrafter):
-                drafter.read_prompt(sequence, sequence.num_computed)
+                drafter.index_prompt(sequence, sequence.num_computed)
         return sequence
 
     def _step(self, live: Sequence[tuple[Answer, list[int]]]) -> float:

@@ -102,7 +102,7 @@ class Configuration:
         return self.end()
 
 
-def read_prompts(paths: Sequence[str], per_category: int | None) -> list[dict[str, Any]]:
+def index_prompts(paths: Sequence[str], per_category: int | None) -> list[dict[str, Any]]:
     if paths:
         lines = [line for path in paths for line in Path(path).read_text().split("\n")]
         prompts = [json.loads(line) for line in lines if line.strip()]
@@ -133,7 +133,7 @@ def remembered(
 def other_prompts(paths: Sequence[str], count: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """So many, from all over the files; none of those that are measured."""
     first = {prompt["turns"][0] for prompt in measured}
-    others = [prompt for prompt in read_prompts(paths, None) if prompt["turns"][0] not in first]
+    others = [prompt for prompt in index_prompts(paths, None) if prompt["turns"][0] not in first]
     return others[:: max(len(others) // count, 1)][:count]
 
 
@@ -171,7 +171,7 @@ def main() -> None:
 
     loaded = load_model(resolve("smollm2"), dtype=args.dtype, device="cpu", activations=args.activations)
     fixed = [(name.split(":")[0], int(name.split(":")[1])) for name in args.fixed]
-    prompts = read_prompts(args.prompts, args.per_category)
+    prompts = index_prompts(args.prompts, args.per_category)
     if args.mixed:
         prompts = [{"category": "mixed", "turns": prompt["turns"]} for prompt in prompts]
         random.Random(0).shuffle(prompts)

@@ -45,7 +45,7 @@ def decode(drafter: SuffixDrafter, group: list[Record], weights: Any | None, tim
     live = [(sequence_of(index, one), one["answer"]) for index, one in enumerate(group)]
     for sequence, _ in live:
         drafter.admit(sequence, 0, 0)
-        drafter.read_prompt(sequence, sequence.num_prompt)
+        drafter.index_prompt(sequence, sequence.num_prompt)
     while live := [(sequence, answer) for sequence, answer in live if sequence.num_output < len(answer)]:
         if weights is not None:
             weights.sum()

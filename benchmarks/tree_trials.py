@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from common import finish
 from drawn_trees import Drawing, Shares, draw
-from speculation import read_prompts
+from speculation import index_prompts
 from torch import Tensor
 
 from paceline import SamplingParams, build
@@ -364,7 +364,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
         return verify(sequences, draft, logits, row_of, **given)
 
     sampler.verify = watched  # type: ignore[method-assign]
-    lines = read_prompts([args.prompts] if args.prompts else [], None)
+    lines = index_prompts([args.prompts] if args.prompts else [], None)
     every = max(1, len(lines) // args.count)
     for at, line in enumerate(lines[::every][: args.count]):
         text = line["turns"][0] if "turns" in line else line["prompt"]

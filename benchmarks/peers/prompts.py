@@ -36,7 +36,7 @@ class Prompt:
 
 def make_prompts(per_workload: int, temperatures: Sequence[float], chat: Path | None = None) -> list[Prompt]:
     """Copying and chat, every prompt at every temperature; `chat` is a file of prompts to ask instead of our own."""
-    title, texts = (chat.stem, read_prompts(chat)) if chat else ("chat", CHAT)
+    title, texts = (chat.stem, index_prompts(chat)) if chat else ("chat", CHAT)
     workloads = [
         [
             Prompt(name=f"{workload}/{at} T={t:g}", workload=f"{workload}, T {t:g}", text=text, temperature=t)
@@ -57,7 +57,7 @@ def _copy_texts() -> list[str]:
     return [str(turns[0]) for prompt in copy_prompts() if isinstance(turns := prompt["turns"], list)]
 
 
-def read_prompts(path: Path) -> list[str]:
+def index_prompts(path: Path) -> list[str]:
     """jsonl of {"turns"}: the first turn of each."""
     texts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

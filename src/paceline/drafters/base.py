@@ -147,7 +147,7 @@ class HostDrafter:
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass
 
-    def read_prompt(self, sequence: Sequence, end: int) -> None:
+    def index_prompt(self, sequence: Sequence, end: int) -> None:
         """tokens[:end] of a prompt were computed."""
 
     def levels(self, sequences: SequenceOf[Sequence]) -> list[int] | None:

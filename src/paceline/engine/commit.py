@@ -103,7 +103,7 @@ class Committer:
             if method in self._drafters.on_trial:
                 path = range(accepted) if result.paths is None else result.paths(at)
                 self._drafters.note(method, accepted > 0 and path[0] == 0)
-        self._drafters.read_prompts(flight.batch)
+        self._drafters.index_prompts(flight.batch)
         unsettled = self._unsettled(flight.batch)
         self._drafters.mark(unsettled)
         self._scheduler.blocks.settle(unsettled)

@@ -311,7 +311,7 @@ class DrafterSet:
         for sequence in sequences:
             self._blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
 
-    def read_prompts(self, batch: Batch) -> None:
+    def index_prompts(self, batch: Batch) -> None:
         """Chunks of prompts were computed: host drafters index them, so that this is spread over the chunks."""
         chunks = batch.chunks
         if not chunks:
@@ -320,7 +320,7 @@ class DrafterSet:
         for index in chunks:
             sequence, end = batch.sequences[index], int(batch.first[index] + batch.count[index])
             for drafter in verdict_copy if not sequence.finished else ():
-                self._safely(drafter, drafter.read_prompt, sequence, min(end, sequence.num_prompt))
+                self._safely(drafter, drafter.index_prompt, sequence, min(end, sequence.num_prompt))
 
     def joined(self, sequence: Sequence) -> None:
         """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""

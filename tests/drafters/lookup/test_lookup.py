@@ -31,13 +31,13 @@ def test_commits_propose_the_same_as_a_fresh_drafter(method, tokens, data):
     computed = 0
     while computed < sequence.num_prompt:
         computed += data.draw(st.integers(1, sequence.num_prompt - computed))
-        drafter.read_prompt(sequence, computed)
+        drafter.index_prompt(sequence, computed)
     while len(sequence.tokens) < len(tokens):
         if data.draw(st.booleans()):
             drafter.release(sequence)
             drafter.admit(sequence, 0, 0)
         sequence.tokens += tokens[len(sequence.tokens) :][: data.draw(st.integers(1, 3))]
-        drafter.read_prompt(sequence, len(sequence.tokens) - 1)
+        drafter.index_prompt(sequence, len(sequence.tokens) - 1)
         assert propose(drafter, sequence, 5) == propose(make(method), sequence, 5)
     assert method == "ngram" or drafter.store.index.end == make(method).store.index.end, "learned before the end"
 

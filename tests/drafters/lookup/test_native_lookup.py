@@ -100,7 +100,7 @@ def live(data, both, alphabet):
         elif what == "commit":
             count = data.draw(st.integers(1, len(sequence.tokens)))
             for drafter in both:
-                drafter.read_prompt(sequence, count)
+                drafter.index_prompt(sequence, count)
         else:
             sequences.remove(sequence)
             sequence.finish_reason = data.draw(st.sampled_from(["stop", "abort"])) if what == "end" else None
@@ -198,7 +198,7 @@ def test_positions_stay_where_nothing_is_new(native, monkeypatch):
     sequence = Sequence("0", [1] * 300, SamplingParams().resolve({}), max_len=100_000)
     drafter.level(sequence)
     end = drafter.states["0/0"].index.end
-    drafter.read_prompt(sequence, 7)  # read again, perhaps
+    drafter.index_prompt(sequence, 7)  # read again, perhaps
     assert drafter.states["0/0"].index.end == end, "what was found is of these positions"
 
 

@@ -70,7 +70,7 @@ def test_an_index_grown_in_pieces_equals_one_built_at_once(tokens, data):
 def test_a_prompt_is_indexed_no_further_than_it_is_computed():
     for native in (True, False):
         drafter, sequence = make(native=native), sequence_of([1, 2] * 50)
-        drafter.read_prompt(sequence, 10)
+        drafter.index_prompt(sequence, 10)
         state = drafter.states[sequence.key]
         assert (state.indexed if native else state.index.length) == 10
         assert propose(drafter, sequence, 3) == [1, 2, 1], "a draft asked for early takes in the rest"
@@ -122,7 +122,7 @@ def test_costs_do_not_grow_with_the_context():
     drafter, read_s, times = make(vocab_size=49152), {}, {500: [], 20_000: []}
     sequences = {length: sequence_of([*noise[:length], *noise[300:310]], None, str(length)) for length in times}
     for length, sequence in sequences.items():
-        read_s[length] = thread_seconds(lambda sequence=sequence: drafter.read_prompt(sequence, len(sequence.tokens)))
+        read_s[length] = thread_seconds(lambda sequence=sequence: drafter.index_prompt(sequence, len(sequence.tokens)))
     assert read_s[20_000] / 20_000 < 4 * read_s[500] / 500
     for _ in range(50):
         for length, sequence in sequences.items():

@@ -53,7 +53,7 @@ def encode(text):
 def answer(drafter, tokens, request_id="past"):
     """Let the drafter see a finished answer."""
     sequence = sequence_of([9, *tokens], 1, request_id)
-    drafter.read_prompt(sequence, len(sequence.tokens) - 1)
+    drafter.index_prompt(sequence, len(sequence.tokens) - 1)
     sequence.finish_reason = "stop"
     drafter.release(sequence)
 
@@ -294,11 +294,11 @@ def test_finished_answers_serve_later_requests_and_are_learned_once():
     drafter = make()
     past = sequence_of([9, 9, 1, 2, 3, 4, 5, 6], 2, "past")
     drafter.admit(past, 0, 0)
-    drafter.read_prompt(past, 5)
+    drafter.index_prompt(past, 5)
     drafter.release(past)  # preempted
     assert drafter.store.index.end == DEPTH
     drafter.admit(past, 0, 0)
-    drafter.read_prompt(past, 7)
+    drafter.index_prompt(past, 7)
     past.finish_reason = "length"
     drafter.release(past)
     drafter.release(past)
@@ -310,7 +310,7 @@ def test_finished_answers_serve_later_requests_and_are_learned_once():
 def test_aborted_answers_are_not_learned():
     drafter = make()
     past = sequence_of([9, 1, 2, 3, 4], 1)
-    drafter.read_prompt(past, 4)
+    drafter.index_prompt(past, 4)
     drafter.release(past)
     past.finish_reason = "abort"
     drafter.release(past)
@@ -337,7 +337,7 @@ def test_memory_stays_within_its_bound_and_the_oldest_answers_go_first():
             assert drafter.nbytes <= limit
         live = [sequence_of([*last * 10, *last[:50]], request_id=f"live {number}") for number in range(20)]
         for sequence in live:  # 720 kB if all of it were kept; a quarter of the bound is theirs
-            drafter.read_prompt(sequence, len(sequence.tokens))
+            drafter.index_prompt(sequence, len(sequence.tokens))
         assert drafter.nbytes <= limit
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -520,11 +520,11 @@ def test_costs_do_not_grow_with_the_context():
         answer(drafter, tokens[500 * number :][:800], str(number))
     sequences = {length: sequence_of(tokens[:length], None, f"of {length}") for length in times}
     for length, sequence in sequences.items():
-        read_s[length] = thread_seconds(lambda sequence=sequence: drafter.read_prompt(sequence, len(sequence.tokens)))
+        read_s[length] = thread_seconds(lambda sequence=sequence: drafter.index_prompt(sequence, len(sequence.tokens)))
     assert read_s[long] / long < 4 * read_s[short] / short
     for token in tokens[:200]:
         for length, sequence in sequences.items():
             sequence.tokens.append(token)
-            drafter.read_prompt(sequence, len(sequence.tokens) - 2 + 1)
+            drafter.index_prompt(sequence, len(sequence.tokens) - 2 + 1)
             times[length].append(thread_seconds(lambda sequence=sequence: drafter.propose([DraftRequest(sequence, 8)])))
     assert sorted(times[long])[100] < 3 * sorted(times[short])[100]

@@ -65,7 +65,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
     def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
         return self.backend.draft(self.looked_up([row.sequence for row in rows]), [row.max_nodes for row in rows])
 
-    def read_prompt(self, sequence: Sequence, end: int) -> None:
+    def index_prompt(self, sequence: Sequence, end: int) -> None:
         """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""
         if not self.idle or sequence.key in self.states:
             self.backend.index_up_to(self.state_of(sequence), end)
