@@ -151,14 +151,14 @@ class TappedDrafter:
     warm = True
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    pairs = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
+    shifted_kv = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
     room = 0
     depth = MAX_K
     trees = True
 
     def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
-        self._shift = int(self.pairs)  # from a hidden state's position to its slot
+        self._shift = int(self.shifted_kv)  # from a hidden state's position to its slot
         self._block_size = 0
         self._columns = torch.empty(0, dtype=torch.int64)  # on the device: indexing with a host tensor synchronises
         self._ring = TapRing()

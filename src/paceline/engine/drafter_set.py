@@ -92,9 +92,9 @@ class DrafterSet:
         self.drafters = ()
 
     @property
-    def pairs(self) -> bool:
+    def shifted_kv(self) -> bool:
         """Some drafter keeps K/V of (hidden state of t, token t + 1): no pair may be missing after a prefix hit."""
-        return any(drafter.taps and drafter.kv_layers and drafter.pairs for drafter in self.drafters)
+        return any(drafter.taps and drafter.kv_layers and drafter.shifted_kv for drafter in self.drafters)
 
     @property
     def rooms(self) -> dict[str, int]:

@@ -74,7 +74,7 @@ class Engine:
             config,
             self.blocks,
             self.policy,
-            recompute_last=self.drafters.pairs,
+            recompute_last=self.drafters.shifted_kv,
             rooms=self.drafters.rooms,
             depths=self.drafters.depths,
             context=self.max_model_len,

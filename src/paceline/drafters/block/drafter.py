@@ -51,7 +51,7 @@ PART = 64  # components of hidden states whose head weights are read at once
 
 
 class DSparkDrafter(TappedDrafter):
-    pairs = False
+    shifted_kv = False
 
     def __init__(
         self,

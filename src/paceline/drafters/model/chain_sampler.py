@@ -130,8 +130,8 @@ class SamplingGraph:
     def begin(self, controls: Controls, draws: Draws) -> None:
         """Start drafts for these requests, at depth 0."""
         rows = len(draws.key)
-        pairs = [(self._controls, controls, name) for name in ("temperature", "top_k", "top_p", "min_p")]
-        for mine, theirs, name in (*pairs, *((self._draws, draws, name) for name in ("key", "committed", "kind"))):
+        shifted_kv = [(self._controls, controls, name) for name in ("temperature", "top_k", "top_p", "min_p")]
+        for mine, theirs, name in (*shifted_kv, *((self._draws, draws, name) for name in ("key", "committed", "kind"))):
             if (into := getattr(mine, name)) is not None:
                 into[:rows] = getattr(theirs, name)
         self._depth.zero_()

@@ -83,7 +83,7 @@ class DraftModelDrafter:
     name = DRAFT_MODEL
     on_device = True
     taps: tuple[int, ...] = ()
-    pairs, room, depth, trees = False, 0, MAX_K, False
+    shifted_kv, room, depth, trees = False, 0, MAX_K, False
 
     def __init__(
         self,
