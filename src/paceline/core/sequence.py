@@ -103,7 +103,7 @@ class Sequence:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Tokens that may still be committed."""
         return self.max_len - len(self.tokens)
 

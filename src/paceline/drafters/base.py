@@ -81,7 +81,7 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
     shifted_kv: bool  # with taps and K/V: these are of (hidden state of t, token t + 1), not of the hidden state of t alone
-    room: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
+    scratch_slots: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
     depth: int  # that no draft exceeds; a tree of many nodes fits where few tokens are left, if it is not deep
     trees: bool  # nodes come in order of their probability: the first n are the best tree of n, and no dearer than one
 
@@ -140,7 +140,7 @@ class HostDrafter:
     covers: tuple[str, ...] = ()  # methods that search the same texts and find less
     idle = False  # rarely used: only sequences that need a draft are indexed
     shifted_kv = False
-    room = 0
+    scratch_slots = 0
     depth = MAX_K
     trees = False
 

@@ -152,7 +152,7 @@ class TappedDrafter:
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
     shifted_kv = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
-    room = 0
+    scratch_slots = 0
     depth = MAX_K
     trees = True
 

@@ -184,7 +184,7 @@ def _append(sequence: Sequence, tokens: list[int]) -> int:
         if sequence.num_output >= params.min_tokens and token in sequence.ends:
             sequence.finish_reason = "stop"
             sequence.stop_reason = token if token in params.stop_token_ids else None
-        elif sequence.room == 0:
+        elif sequence.remaining == 0:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
             return kept

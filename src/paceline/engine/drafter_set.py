@@ -97,9 +97,9 @@ class DrafterSet:
         return any(drafter.taps and drafter.kv_layers and drafter.shifted_kv for drafter in self.drafters)
 
     @property
-    def rooms(self) -> dict[str, int]:
+    def scratch_slots(self) -> dict[str, int]:
         """Slots behind a sequence's tokens that a draft of each method writes to, whatever its number of nodes."""
-        return {drafter.name: drafter.room for drafter in self.drafters if drafter.room}
+        return {drafter.name: drafter.scratch_slots for drafter in self.drafters if drafter.scratch_slots}
 
     @property
     def depths(self) -> dict[str, int]:

@@ -75,7 +75,7 @@ class Engine:
             self.blocks,
             self.policy,
             recompute_last=self.drafters.shifted_kv,
-            rooms=self.drafters.rooms,
+            scratch_slots=self.drafters.scratch_slots,
             depths=self.drafters.depths,
             context=self.max_model_len,
             listeners=(self.drafters, self.clock, sampler),

@@ -62,15 +62,15 @@ class Scheduler:
         policy: Policy,
         *,
         recompute_last: bool = False,
-        rooms: Mapping[str, int] = MappingProxyType({}),
+        scratch_slots: Mapping[str, int] = MappingProxyType({}),
         depths: Mapping[str, int] = MappingProxyType({}),
         context: int = sys.maxsize,
         listeners: SequenceOf[SequenceListener] = (),
     ) -> None:
         """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps.
-        `rooms`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes. `depths`: of
+        `scratch_slots`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes. `depths`: of
         each method's deepest draft. `context`: tokens of a sequence, or slots for them, at most."""
-        self.config, self.blocks, self.policy, self._rooms = config, blocks, policy, rooms
+        self.config, self.blocks, self.policy, self._scratch_slots = config, blocks, policy, scratch_slots
         self._depths, self._context = depths, context
         self.recompute_last = recompute_last
         self._listeners = tuple(listeners)
@@ -194,8 +194,8 @@ class Scheduler:
                 continue
             # The step commits one token at least, and the last token of an answer is never drafted.
             running = sequence.status is Status.RUNNING
-            budget = self._fitting(method, drafted, sequence.room - 2) if running else 0
-            end = min(len(sequence.tokens) + drafted + 1 + self._room(method, budget), sequence.max_len)
+            budget = self._fitting(method, drafted, sequence.remaining - 2) if running else 0
+            end = min(len(sequence.tokens) + drafted + 1 + self._slots_behind(method, budget), sequence.max_len)
             more = self.blocks.blocks_for(end) - len(sequence.blocks)
             if budget > 0 and self.blocks.num_free - more >= len(self.running):
                 self.blocks.allocate(sequence, end)
@@ -264,7 +264,7 @@ class Scheduler:
             most = left - count - promised, self._draft_cap - self._num_drafted, self._context - length - 1
             budget = max(min(self._fitting(choice.method, budget, sequence.max_len - length - 1), *most), 0)
         end = first + count + 1  # one slot more: what the pass commits
-        last = max(min(end + self._room(choice.method, budget), sequence.max_len), end + budget) if budget else end
+        last = max(min(end + self._slots_behind(choice.method, budget), sequence.max_len), end + budget) if budget else end
         if len(sequence.blocks) * self.blocks.block_size < last:
             more = self.blocks.blocks_for(last) - len(sequence.blocks)
             if budget and more + promised > self.blocks.num_free:  # the other decodes may need a block each
@@ -281,8 +281,8 @@ class Scheduler:
         """Nodes of a draft that may commit `left` tokens: as many as the draft is deep can come of it."""
         return nodes if left >= self._depths.get(method, MAX_K) else min(nodes, left)
 
-    def _room(self, method: str, budget: int) -> int:
-        return max(budget, self._rooms.get(method, 0))
+    def _slots_behind(self, method: str, budget: int) -> int:
+        return max(budget, self._scratch_slots.get(method, 0))
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""

@@ -71,7 +71,7 @@ class DSparkDrafter(TappedDrafter):
         self.config, self.name, self.taps = config, config.method, config.taps
         self.device = device or torch.device("cpu")
         self.version = f"{self.name}/{digest(tensors.values())}"
-        self.room, self.depth = config.block_size - 1, config.depth
+        self.scratch_slots, self.depth = config.block_size - 1, config.depth
         self._beam = beam
         kernels = kernels or TorchKernels()
         dtypes = dtypes or Dtypes.of(torch.float32, self.device)
@@ -102,7 +102,7 @@ class DSparkDrafter(TappedDrafter):
         if config.mask_embedding:
             masks = tensors[MASKS]
         else:
-            masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.room, -1)
+            masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.scratch_slots, -1)
         self._masks = placed(masks)[None]  # (1, block - 1, H)
         self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
         lowest, highest = int(self._ids.min()), int(self._ids.max())

@@ -83,7 +83,7 @@ class DraftModelDrafter:
     name = DRAFT_MODEL
     on_device = True
     taps: tuple[int, ...] = ()
-    shifted_kv, room, depth, trees = False, 0, MAX_K, False
+    shifted_kv, scratch_slots, depth, trees = False, 0, MAX_K, False
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class DraftModelDrafter:
         """The host has not seen the chain's tokens; the K/V of all but the last are computed."""
         state = self._states[sequence.key]
         state.valid, state.drafted = len(sequence.tokens), []
-        state.unseen = max(min(count - 1, self._room(sequence)), 0)
+        state.unseen = max(min(count - 1, self._slots_behind(sequence)), 0)
 
     def _run_chain(
         self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], after: UnreadVerdict | None
@@ -268,7 +268,7 @@ class DraftModelDrafter:
     def _chain_row(self, sequence: Sequence, lag: int, count: int) -> ChainRow:
         return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, lag, count, self._blocks(sequence))
 
-    def _room(self, sequence: Sequence) -> int:
+    def _slots_behind(self, sequence: Sequence) -> int:
         """Slots behind its tokens."""
         return len(self._blocks(sequence)) * self._block_size - len(sequence.tokens)
 

@@ -84,7 +84,7 @@ class _Step(NamedTuple):
     """What is to be planned."""
 
     rows: _Rows
-    room: list[int]  # tokens that each may still commit
+    remaining: list[int]  # tokens that each may still commit
     times: StepTimes
     base: int  # rows without prompts and without the drafts in question
     other_rows: int  # of prompts
@@ -159,12 +159,12 @@ class AdaptivePolicy:
         if not self._evidence.drafters:
             return choices
         rows = self._rows if self._rows.sequences == sequences else self._of(sequences)
-        room = [sequence.max_len - len(sequence.tokens) for sequence in sequences]
+        remaining = [sequence.max_len - len(sequence.tokens) for sequence in sequences]
         for method, ks in rows.fixed.items():
-            self._choose_surest(method, rows, {at: k for at, k in ks.items() if room[at] > 1}, room, choices)
+            self._choose_surest(method, rows, {at: k for at, k in ks.items() if remaining[at] > 1}, remaining, choices)
         asking = rows.open
-        if room and min(room) <= 1:
-            asking = {method: [at for at in those if room[at] > 1] for method, those in asking.items()}
+        if remaining and min(remaining) <= 1:
+            asking = {method: [at for at in those if remaining[at] > 1] for method, those in asking.items()}
             asking = {method: those for method, those in asking.items() if those}
         if asking:
             base, times = len(sequences), self._times[True in rows.sampled]
@@ -173,7 +173,7 @@ class AdaptivePolicy:
             if self._urgent or (len(self._lessons) > 1 and not times.plain_known(base)):
                 self._learn()
             if not self._check_due(times, base) and not self._pauses(sequences):
-                self._choose(_Step(rows, room, times, base, other_rows, not others_wait), asking, choices)
+                self._choose(_Step(rows, remaining, times, base, other_rows, not others_wait), asking, choices)
         return choices
 
     def _of(self, sequences: SequenceOf[Sequence]) -> _Rows:
@@ -191,7 +191,7 @@ class AdaptivePolicy:
         return rows
 
     def _choose_surest(
-        self, method: str, rows: _Rows, ks: Mapping[int, int], room: list[int], choices: list[Choice]
+        self, method: str, rows: _Rows, ks: Mapping[int, int], remaining: list[int], choices: list[Choice]
     ) -> None:
         """With k fixed only the method is left to choose: the one with the most evidence."""
         for name in self._evidence.allowed(method):
@@ -199,7 +199,7 @@ class AdaptivePolicy:
             for (at, k), level in zip(ks.items(), found, strict=True):
                 if level > self._plan.asked.get(rows.keys[at], (0, 0))[0]:
                     self._plan.asked[rows.keys[at]] = level, 0
-                    choices[at] = _choice(name, min(k, self._evidence.most_nodes(name, room[at])))
+                    choices[at] = _choice(name, min(k, self._evidence.most_nodes(name, remaining[at])))
 
     def _check_due(self, times: StepTimes, base: int) -> bool:
         """The step is to be plain so that its time is known."""
@@ -241,7 +241,7 @@ class AdaptivePolicy:
         )
 
     def _choose(self, step: _Step, asking: Mapping[str, list[int]], choices: list[Choice]) -> None:
-        number, times = len(step.room), step.times
+        number, times = len(step.remaining), step.times
         plain_s = times.seconds(step.base)
         offers = {asked: self._offers(step, rows, asked) for asked, rows in asking.items()}
         considered = [offer for each in offers.values() for offer in each]
@@ -279,10 +279,10 @@ class AdaptivePolicy:
         """The offers to take, and how many nodes of each."""
         best, found = list[Offer](), budgets.NOTHING
         for plan in (budgets.mixed(offers), *([offer] for offer in offers)):
-            key = (step.times, step.base, step.other_rows, len(step.room), *[offer.key for offer in plan])
+            key = (step.times, step.base, step.other_rows, len(step.remaining), *[offer.key for offer in plan])
             better = self._found.get(key)
             if better is None:
-                better = budgets.best(len(step.room), with_nodes, plan, beat=found.rate)
+                better = budgets.best(len(step.remaining), with_nodes, plan, beat=found.rate)
                 if better.rate and None not in key:
                     self._found[key] = better
             if better.rate > found.rate:
@@ -329,7 +329,7 @@ class AdaptivePolicy:
     def _offer(self, step: _Step, rows: list[int], method: str) -> Offer | None:
         if method in self._stopped:
             return None
-        every = len(rows) == len(step.room)
+        every = len(rows) == len(step.remaining)
         found = self._evidence.of(step.rows.sequences if every else [step.rows.sequences[at] for at in rows], method)
         if not all(found):
             rows, found = list(compress(rows, found)), [some for some in found if some]
@@ -343,16 +343,16 @@ class AdaptivePolicy:
             def promised(at: int) -> float:
                 return self._promised(method, step.rows.sampled[at], by_row.get(at, 0))
 
-            values = self._job_values.of(step.rows.keys, step.room, step.rows.jobs, promised)
+            values = self._job_values.of(step.rows.keys, step.remaining, step.rows.jobs, promised)
         guess_s = step.times.seconds(1)
         a, b = self._draft_times.line(method, len(rows), guess_s * (PASS_GUESS if models else LOOKUP_GUESS))
         if not models:
             a += self._leaving_s([step.rows.keys[at] for at in rows], guess_s * PASS_GUESS)
         # Rows of a kind have all of this in common: sampled or not, evidence, the most nodes, what a token is worth.
-        room, sampled, width = step.room, step.rows.sampled, MAX_K if tree else DEEPEST
+        remaining, sampled, width = step.remaining, step.rows.sampled, MAX_K if tree else DEEPEST
         beyond = min(self._evidence.depth(method), width)  # with more room than that any number of nodes fits
         alike = [
-            (sampled[at], bucket(level), MAX_K if room[at] > beyond else room[at] - 1)
+            (sampled[at], bucket(level), MAX_K if remaining[at] > beyond else remaining[at] - 1)
             for at, level in zip(rows, found, strict=True)
         ]
         valued = [values[step.rows.keys[at]] for at in rows] if values else [1.0] * len(rows)

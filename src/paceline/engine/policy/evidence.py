@@ -58,10 +58,10 @@ class DrafterEvidence:
         """That no draft of it exceeds."""
         return self.drafters[method].depth
 
-    def most_nodes(self, method: str, room: int) -> int:
-        """Of a draft where `room` more tokens may be committed: the last comes from the target itself. A tree that is
+    def most_nodes(self, method: str, remaining: int) -> int:
+        """Of a draft where `remaining` more tokens may be committed: the last comes from the target itself. A tree that is
         less deep than that may have any number."""
-        return MAX_K if room > self.drafters[method].depth else room - 1
+        return MAX_K if remaining > self.drafters[method].depth else remaining - 1
 
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
         """A model may draft for one of these in the next step, and is not asked before."""

@@ -34,16 +34,16 @@ class JobValues:
     def of(
         self,
         keys: SequenceOf[str],
-        room: SequenceOf[int],
+        remaining: SequenceOf[int],
         jobs: Mapping[str, SequenceOf[int]],
         promised: Callable[[int], float],
     ) -> dict[str, float]:
-        """By sequence. `room`: tokens that each may still commit; `jobs`: the rows of each; `promised`: tokens that the
+        """By sequence. `remaining`: tokens that each may still commit; `jobs`: the rows of each; `promised`: tokens that the
         next draft of a row promises."""
         values: dict[str, float] = {}
         for members in jobs.values():
             pace = [self._pace.get(keys[at], 1.0) + FORESIGHT * promised(at) for at in members]
-            squares = [(room[at] / each) ** 2 for at, each in zip(members, pace, strict=True)]
+            squares = [(remaining[at] / each) ** 2 for at, each in zip(members, pace, strict=True)]
             scale = BELIEF * len(members) / max(sum(squares), 1e-9)
             values.update((keys[at], 1 - BELIEF + scale * one) for at, one in zip(members, squares, strict=True))
         return values
