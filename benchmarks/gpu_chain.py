@@ -58,8 +58,8 @@ def forward(decoder: Decoder, cache: KVCache, tokens: list[int], first: int, blo
 
 def greedy(decoder: Decoder, cache: KVCache, row: ChainRow) -> list[int]:
     """The same by ordinary passes."""
-    lagging = list(row.tokens)[READ - row.lag :]
-    logits = forward(decoder, cache, lagging, row.start + READ - row.lag, list(row.blocks))
+    lagging = list(row.tokens)[READ - row.unread_tokens :]
+    logits = forward(decoder, cache, lagging, row.start + READ - row.unread_tokens, list(row.blocks))
     proposed = [int(logits.argmax())]
     while len(proposed) < row.count:
         at = row.start + len(row.tokens) + len(proposed) - 1
@@ -67,7 +67,7 @@ def greedy(decoder: Decoder, cache: KVCache, row: ChainRow) -> list[int]:
     return proposed
 
 
-def rows_at(subject: Subject, decoder: Decoder, cache: KVCache, number: int, context: int, count: int, lag: int = 1):
+def rows_at(subject: Subject, decoder: Decoder, cache: KVCache, number: int, context: int, count: int, unread_tokens: int = 1):
     """Sequences whose context is in the cache; their blocks are scattered."""
     prompts = prompts_of(subject, number)
     need = -(-(context + count) // BLOCK)
@@ -76,15 +76,15 @@ def rows_at(subject: Subject, decoder: Decoder, cache: KVCache, number: int, con
     for index, prompt in enumerate(prompts):
         tokens = (prompt * (context // len(prompt) + 1))[:context]
         blocks = order[index * need : (index + 1) * need]
-        forward(decoder, cache, tokens[: context - lag], 0, blocks)
-        rows.append(ChainRow(tokens[-READ:], context - READ, lag, count, blocks))
+        forward(decoder, cache, tokens[: context - unread_tokens], 0, blocks)
+        rows.append(ChainRow(tokens[-READ:], context - READ, unread_tokens, count, blocks))
     return rows
 
 
 def check(subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain, number: int) -> str:
     same = total = 0
-    for context, lag in ((41, 1), (64, 2), (129, 1), (600, 2)):
-        rows = rows_at(subject, decoder, cache, number, context, 16, lag)
+    for context, unread_tokens in ((41, 1), (64, 2), (129, 1), (600, 2)):
+        rows = rows_at(subject, decoder, cache, number, context, 16, unread_tokens)
         proposed = chain.draft(rows).tolist()
         chain.check()
         for row, tokens in zip(rows, proposed, strict=True):

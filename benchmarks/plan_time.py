@@ -84,7 +84,7 @@ class Trees(Lookup):
     def level(self, sequence: Answer) -> int:
         return TRAINED_LEVEL
 
-    def lag(self, sequence: Answer) -> int:
+    def unread_tokens(self, sequence: Answer) -> int:
         return 1
 
     def path(self, sequence: Answer, nodes: int) -> list[int]:

@@ -164,7 +164,7 @@ class Oracle(HostDrafter):
     def level(self, sequence: Answer) -> int:
         return TRAINED_LEVEL
 
-    def lag(self, sequence: Answer) -> int:
+    def unread_tokens(self, sequence: Answer) -> int:
         return len(sequence.tokens) - min(self._read.get(sequence.key, 0), len(sequence.tokens) - 1)
 
     def propose(self, rows: Sequence[DraftRequest]) -> Draft:
@@ -302,13 +302,13 @@ class Replay:
         for drafter in self.drafters:
             at = [i for i, choice in enumerate(choices) if choice.max_nodes and choice.method == drafter.name]
             if at:
-                behind = max(drafter.lag(live[i][0]) for i in at)
+                behind = max(drafter.unread_tokens(live[i][0]) for i in at)
                 draft = drafter.propose([DraftRequest(live[i][0], choices[i].max_nodes) for i in at])
                 depth = max(choices[i].max_nodes for i in at)
                 taken = self.clock.drafting[drafter.name].seconds(len(at), depth)
                 if behind <= CATCHING_UP:
                     known[drafter.name] = depth, taken
-                drafting += taken + READ_S * sum(drafter.lag(live[i][0]) for i in at)
+                drafting += taken + READ_S * sum(drafter.unread_tokens(live[i][0]) for i in at)
                 drafted |= {i: follow(draft, row, *live[i]) for row, i in enumerate(at)}
         self.resting = not self.clock.waits and self.policy.next_is_plain(sequences)
         self.policy.learn()

@@ -132,8 +132,8 @@ class ChainModel(FunctionModel):
 
     def _draft(self, rows, unread, pick):
         if unread is None:
-            self.asked.append([(row.lag, row.count) for row in rows])
-            begun = [(list(row.tokens[-row.lag :]), row.start + READ - row.lag) for row in rows]
+            self.asked.append([(row.unread_tokens, row.count) for row in rows])
+            begun = [(list(row.tokens[-row.unread_tokens :]), row.start + READ - row.unread_tokens) for row in rows]
         else:
             self.ahead.append([row.count for row in rows])
             begun = [self._behind(row, unread, which) for row, which in zip(rows, unread.rows, strict=True)]

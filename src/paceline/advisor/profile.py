@@ -108,7 +108,7 @@ def _decode_times(
     running = engine.scheduler.sequences
     while any(not sequence.decoding for sequence in running()):
         engine.step()
-    while any(drafter.lag(sequence) > CATCHING_UP for sequence in running()):
+    while any(drafter.unread_tokens(sequence) > CATCHING_UP for sequence in running()):
         if not reading:
             return {}
         engine.step()

@@ -100,7 +100,7 @@ class Drafter(Protocol):
     def level(self, sequence: Sequence) -> int:
         """How well a draft made now is supported; 0: it would be empty. Depends on committed tokens only."""
 
-    def lag(self, sequence: Sequence) -> int:
+    def unread_tokens(self, sequence: Sequence) -> int:
         """Tokens the drafter has to read before it can draft."""
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class HostDrafter:
     def level(self, sequence: Sequence) -> int:
         return 1
 
-    def lag(self, sequence: Sequence) -> int:
+    def unread_tokens(self, sequence: Sequence) -> int:
         return 0
 
     def close(self) -> None:

@@ -314,7 +314,7 @@ class TappedDrafter:
     def level(self, sequence: Sequence) -> int:
         return TRAINED_LEVEL
 
-    def lag(self, sequence: Sequence) -> int:
+    def unread_tokens(self, sequence: Sequence) -> int:
         return self._complete(len(sequence.tokens)) - self._states[sequence.key].end if self.kv_layers else 0
 
     def close(self) -> None:

@@ -179,16 +179,16 @@ class DrafterSet:
     def _timely(self, method: str, rows: list[DraftRequest], more: bool) -> Draft | None:
         """A draft from the start, and what it took; `more`: other rows' drafts were begun before."""
         drafter, on_device = self._by_name[method], self._on_device.get(method)
-        lag, most = self._lag(drafter, rows), max([row.max_nodes for row in rows])
+        unread_tokens, most = self._unread_tokens(drafter, rows), max([row.max_nodes for row in rows])
         if on_device is None:
             started = time.perf_counter()
             draft = self._propose(drafter, rows, None)
-            if lag <= CATCHING_UP:
+            if unread_tokens <= CATCHING_UP:
                 self.seconds[method] = most, time.perf_counter() - started
             return draft
         with Stopwatch(self._on_cuda) as watch:
             draft = self._propose(drafter, rows, None)
-        if draft is not None and lag <= CATCHING_UP:
+        if draft is not None and unread_tokens <= CATCHING_UP:
             self.seconds[method] = most, 0.0
             watch_or_none = watch if on_device.warm and not more else None
             self._timed[method] = Timed(self._steps(on_device, draft), watch_or_none, before=False)
@@ -211,9 +211,9 @@ class DrafterSet:
         return 1 if drafter.trees else draft.max_depth
 
     @staticmethod
-    def _lag(drafter: Drafter, rows: SequenceOf[DraftRequest]) -> int:
+    def _unread_tokens(drafter: Drafter, rows: SequenceOf[DraftRequest]) -> int:
         try:
-            return sum([drafter.lag(row.sequence) for row in rows]) // len(rows)
+            return sum([drafter.unread_tokens(row.sequence) for row in rows]) // len(rows)
         except Exception:  # it will say so when it is asked to draft
             return CATCHING_UP + 1
 

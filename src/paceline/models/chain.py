@@ -26,7 +26,7 @@ class ChainRow:
 
     tokens: Sequence[int]  # the last READ tokens that the host knows
     start: int  # position of the first of them
-    lag: int  # how many of them, counted from the last, must be read; the K/V of the others are in the cache
+    unread_tokens: int  # how many of them, counted from the last, must be read; the K/V of the others are in the cache
     count: int
     blocks: Sequence[int]  # block ids for all but the last of the new tokens
 

@@ -75,7 +75,7 @@ class PassChain:
         owners = torch.arange(len(rows)).repeat_interleave(READ)
         tokens = torch.tensor([token for row in rows for token in row.tokens])
         positions = torch.tensor([row.start + at for row in rows for at in range(READ)])
-        missing = torch.tensor([at >= READ - row.lag for row in rows for at in range(READ)])
+        missing = torch.tensor([at >= READ - row.unread_tokens for row in rows for at in range(READ)])
         slots = torch.where(missing, slots_of(tables, owners, positions, self._block_size), -1)
         return tokens, PassPlan.in_order(positions, slots, owners, tables, self._block_size, longest)
 

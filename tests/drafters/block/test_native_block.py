@@ -47,7 +47,7 @@ class Twin:
     def propose(self, rows, after=None):
         states = [self.drafter._states[row.sequence.key] for row in rows]
         before = [(state.start, state.end) for state in states]
-        self.lagging += max(self.drafter.lag(row.sequence) for row in rows) > 1
+        self.lagging += max(self.drafter.unread_tokens(row.sequence) for row in rows) > 1
         draft, native = self._propose(rows, after), self.grown
         for state, (start, end) in zip(states, before, strict=True):
             state.start, state.end = start, end

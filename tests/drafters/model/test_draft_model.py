@@ -74,13 +74,13 @@ def test_a_drafting_sequence_lags_by_one_token_or_by_two_after_full_acceptance()
     (sequence,) = engine.scheduler.waiting
     seen = set()
     engine.step()
-    assert drafter.lag(sequence) == len(sequence.tokens) == 10, "nothing is read before a draft is asked for"
+    assert drafter.unread_tokens(sequence) == len(sequence.tokens) == 10, "nothing is read before a draft is asked for"
     while engine.has_work:
         before = sequence.stats.num_accepted_tokens
         engine.step()
         if not sequence.finished:
             accepted = sequence.stats.num_accepted_tokens - before
-            assert drafter.lag(sequence) == (2 if accepted == 3 else 1)
+            assert drafter.unread_tokens(sequence) == (2 if accepted == 3 else 1)
             seen.add(accepted)
     assert {0, 3} <= seen
     assert drafter._states == {}
@@ -137,7 +137,7 @@ def test_blocks_it_knows_behind_blocks_it_does_not_are_kept():
     drafter = bound(DraftModelDrafter(FunctionModel(imitating, num_layers=1)), 8)
     sequence = sequence_of(prompt_of(0, 21), blocks=[3, 1, 4, 5, 2, 6, 7])
     drafter.admit(sequence, 8, 20)
-    assert drafter.lag(sequence) == 8 + 1
+    assert drafter.unread_tokens(sequence) == 8 + 1
     assert drafter.absorbed(sequence) == (0, 0)
     write(drafter, sequence, range(8, 20))
     drafter.propose([DraftRequest(sequence, 3)])

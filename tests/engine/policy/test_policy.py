@@ -60,7 +60,7 @@ class Model(Lookup):
     def __init__(self, name, alpha, *, seconds=0.0):
         super().__init__(name, alpha, level=TRAINED_LEVEL, seconds=seconds)
 
-    def lag(self, sequence):
+    def unread_tokens(self, sequence):
         return 1
 
 
@@ -440,7 +440,7 @@ def test_a_drafter_that_cannot_answer_warns_once_and_silences_no_other_row(caplo
 
 def test_the_first_tokens_of_an_answer_do_not_wait_for_a_model_that_must_read_the_prompt():
     model, new = Model("model", 0.9), sequence("s")
-    model.lag = lambda sequence: 4000
+    model.unread_tokens = lambda sequence: 4000
     policy = AdaptivePolicy([model], "model", 4)
     del new.tokens[2:]
     assert policy.plan([new], 0, False) == [Choice()]

@@ -84,19 +84,19 @@ class Scene:
         )
         self.chain = passes if by_passes else at_once
 
-    def row(self, length: int, lag: int, count: int) -> ChainRow:
+    def row(self, length: int, unread_tokens: int, count: int) -> ChainRow:
         blocks = [self.free.pop() for _ in range(-(-(length + count) // BLOCK))]
         tokens = torch.randint(0, self.reference.config.vocab_size, (length,)).tolist()
-        if length > lag:
-            self._pass(tokens[:-lag], 0, blocks)
+        if length > unread_tokens:
+            self._pass(tokens[:-unread_tokens], 0, blocks)
         for mine, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
             mine.k.copy_(theirs.k)
             mine.v.copy_(theirs.v)
-        return ChainRow(tokens[-READ:], length - READ, lag, count, blocks)
+        return ChainRow(tokens[-READ:], length - READ, unread_tokens, count, blocks)
 
     def verify_rows(self, row: ChainRow, after: list[int]) -> None:
         """Each token is the most probable one, or as good as that: columns of the residual stream travel as bf16."""
-        tokens, start = list(row.tokens)[READ - row.lag :], row.start + READ - row.lag
+        tokens, start = list(row.tokens)[READ - row.unread_tokens :], row.start + READ - row.unread_tokens
         for token in after[: row.count]:
             logits = self._pass(tokens, start, list(row.blocks))
             assert float(logits[token]) > float(logits.max()) - 0.05, "where logits have a deviation of 1.4"
@@ -130,9 +130,9 @@ class Scene:
 
 
 @pytest.mark.parametrize(("length", "lag"), [(2, 1), (2, 2), (16, 2), (17, 1), (65, 1)])
-def test_its_tokens_and_kv_equal_those_of_passes(length: int, lag: int) -> None:
+def test_its_tokens_and_kv_equal_those_of_passes(length: int, unread_tokens: int) -> None:
     scene = Scene()
-    scene.check([scene.row(length, lag, 3)])
+    scene.check([scene.row(length, unread_tokens, 3)])
 
 
 @pytest.mark.parametrize("by_passes", [False, True])
@@ -181,7 +181,7 @@ def test_tokens_may_be_picked_between_passes() -> None:
 
     assert scene.chain.draft_by(pick, rows).tolist() == [[5, 6], [40, 41]]
     for at, row in enumerate(rows):
-        tokens, start = list(row.tokens)[READ - row.lag :], row.start + READ - row.lag
+        tokens, start = list(row.tokens)[READ - row.unread_tokens :], row.start + READ - row.unread_tokens
         for depth, logits in enumerate(asked):
             torch.testing.assert_close(logits[at], scene._pass(tokens, start, row.blocks), rtol=0.0, atol=1e-3)
             tokens, start = [(5, 40)[at] + depth], start + len(tokens)

@@ -162,7 +162,7 @@ class DraftModelDrafter:
     def close(self) -> None:
         pass
 
-    def lag(self, sequence: Sequence) -> int:
+    def unread_tokens(self, sequence: Sequence) -> int:
         """Tokens the draft model has to read before it drafts for the sequence: 1 or 2 while it drafts every step."""
         return len(self._missing(sequence))
 
@@ -187,7 +187,7 @@ class DraftModelDrafter:
         chain = self._chain_for([row.sequence for row in going])
         if chain is None or not at:
             return Draft.empty(len(rows))
-        asked = [self._chain_row(row.sequence, lag=READ, count=row.max_nodes) for row in going]
+        asked = [self._chain_row(row.sequence, unread_tokens=READ, count=row.max_nodes) for row in going]
         behind = replace(after, rows=[after.rows[index] for index in at])
         drafted = self._run_chain(chain, [row.sequence for row in going], asked, behind)
         draft = drafted.chains(list(range(len(going))), [row.max_nodes for row in going])
@@ -222,7 +222,7 @@ class DraftModelDrafter:
         if not ready or chain is None:
             return Draft.empty(len(rows)) if not ready else _with_finite_q(self._by_passes(rows))
         asked = [
-            self._chain_row(row.sequence, self.lag(row.sequence), count)
+            self._chain_row(row.sequence, self.unread_tokens(row.sequence), count)
             for row, count in zip(going, counts, strict=True)
         ]
         drafted = self._run_chain(chain, sequences, asked, None)
@@ -265,8 +265,8 @@ class DraftModelDrafter:
     def _uses_chain(self, sequence: Sequence) -> bool:
         return bool(self._chains if sequence.params.greedy else self._picking) and is_plain(sequence)
 
-    def _chain_row(self, sequence: Sequence, lag: int, count: int) -> ChainRow:
-        return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, lag, count, self._blocks(sequence))
+    def _chain_row(self, sequence: Sequence, unread_tokens: int, count: int) -> ChainRow:
+        return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, unread_tokens, count, self._blocks(sequence))
 
     def _slots_behind(self, sequence: Sequence) -> int:
         """Slots behind its tokens."""

@@ -84,7 +84,7 @@ class DrafterEvidence:
         for sequence in sequences:
             level = 0
             try:
-                if len(sequence.tokens) - sequence.num_prompt >= FIRST_TOKENS or drafter.lag(sequence) <= SMALL_LAG:
+                if len(sequence.tokens) - sequence.num_prompt >= FIRST_TOKENS or drafter.unread_tokens(sequence) <= SMALL_LAG:
                     level = drafter.level(sequence)
             except Exception as problem:
                 self._warn(method, problem)
@@ -98,5 +98,5 @@ class DrafterEvidence:
 
 
 def _runs_model(drafter: Drafter) -> bool:
-    own_lag: object = type(drafter).lag
-    return not isinstance(drafter, HostDrafter) or own_lag is not HostDrafter.lag
+    own_unread_tokens: object = type(drafter).unread_tokens
+    return not isinstance(drafter, HostDrafter) or own_unread_tokens is not HostDrafter.unread_tokens

@@ -131,8 +131,8 @@ class TritonChain:
 
     def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
         if after is not None:
-            rows = [replace(row, lag=READ) for row in rows]
-        steps = max(row.lag + row.count - 1 for row in rows)
+            rows = [replace(row, unread_tokens=READ) for row in rows]
+        steps = max(row.unread_tokens + row.count - 1 for row in rows)
         tags = steps * (self._config.num_layers + 1)
         if self._tag + tags > MOST_TAG:
             self._tag = 1
@@ -195,14 +195,14 @@ class _Buffers:
         splits = self._cut.splits  # the interpreter's one program takes them one after the other
         if self._programs > 1:
             splits = max(min(splits, self._programs // (len(rows) * self._kv)), 1)
-        host[:6] = len(rows), steps, min(row.lag for row in rows) - 1, splits, width, tag
+        host[:6] = len(rows), steps, min(row.unread_tokens for row in rows) - 1, splits, width, tag
         at = HEADER
         for index, row in enumerate(rows):
-            host[at + index] = row.start + READ - row.lag
+            host[at + index] = row.start + READ - row.unread_tokens
             host[at + most + index] = lasts[index]
-            host[at + 2 * most + index] = row.lag
+            host[at + 2 * most + index] = row.unread_tokens
             place = at + 3 * most + index * READ
-            host[place : place + row.lag] = row.tokens[-row.lag :]
+            host[place : place + row.unread_tokens] = row.tokens[-row.unread_tokens :]
             place = self._tables + index * width
             blocks = row.blocks[:width]
             host[place : place + len(blocks)] = blocks
