@@ -163,7 +163,7 @@ def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain
 
         def context_is_whole(engine, drafter=drafter):
             for sequence in engine.scheduler.running:
-                assert drafter.absorbed(sequence)[0] == 0
+                assert drafter.kv_range(sequence)[0] == 0
 
         sequences, _ = run(engine, requests_of("greedy"), after_step=context_is_whole)
         assert outputs(sequences) == expected["greedy"]
@@ -198,13 +198,13 @@ def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context)
 
 def counted(drafter):
     """How many positions each call absorbs, padding included."""
-    absorb, counts = drafter.absorb, []
+    absorb, counts = drafter.write_context_kv, []
 
     def counting(batch):
         counts.append(len(batch.taps))
         absorb(batch)
 
-    drafter.absorb = counting
+    drafter.write_context_kv = counting
     return counts
 
 
@@ -244,7 +244,7 @@ class DynamicTrees(TappedDrafter):
         self.shapes = torch.tensor([self.DEEP, self.WIDE], device=self.device)
 
     @torch.inference_mode()
-    def absorb(self, batch):
+    def write_context_kv(self, batch):
         """Padding writes what some valid pair writes, where that does: an index of the host's would be waited for."""
         valid = batch.slots >= 0
         some = valid.int().argmax()
@@ -306,7 +306,7 @@ def test_the_drafters_own_cache_is_that_of_a_pass_over_the_committed_tokens(devi
     assert exercised(sequences)
     checked, fresh = 0, tiny_decoder(device)
     for sequence in sequences:
-        start, end = drafter.absorbed(sequence)
+        start, end = drafter.kv_range(sequence)
         positions = np.arange(max(start, 1), end)
         slots = torch.from_numpy(slots_of(np.array([sequence.blocks]), 0, positions, SIZES.block_size)).to(device)
         taps = taps_of(fresh, sequence.tokens[: end - 1], drafter.taps)[positions[0] - 1 :]

@@ -189,7 +189,7 @@ class PairDrafter(TappedDrafter):
         super().bind(caches, block_size)
         (self.cache,) = caches
 
-    def absorb(self, batch):
+    def write_context_kv(self, batch):
         valid = batch.slots >= 0
         assert batch.taps[valid][:, :, -1].tolist() == [[1, 0]] * int(valid.sum()), "taps in their order"
         pair = batch.taps[:, 0, :-1].argmax(-1)
@@ -202,7 +202,7 @@ class PairDrafter(TappedDrafter):
         tokens, parents = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width).long()
         for at, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
             self.begun += length > len(row.sequence.tokens)
-            start, _ = self.absorbed(row.sequence)
+            start, _ = self.kv_range(row.sequence)
             position = torch.arange(max(start, 1), length)
             slots = torch.tensor(row.sequence.blocks)[position // self._block_size] * self._block_size
             slots += position % self._block_size

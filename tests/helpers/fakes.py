@@ -143,7 +143,7 @@ class TapDrafter(TappedDrafter):
         super().admit(sequence, start, end)
         self.prefix_slots += end - start
 
-    def absorb(self, batch):
+    def write_context_kv(self, batch):
         for tap, token, position, slot in zip(*(part.tolist() for part in batch[:4]), strict=True):
             if slot >= 0:
                 self.cache.k[slot] = torch.tensor(tap, dtype=self.cache.k.dtype)
@@ -151,7 +151,7 @@ class TapDrafter(TappedDrafter):
             assert position >= 0
 
     def check(self, sequence, end):
-        start, _ = self.absorbed(sequence)
+        start, _ = self.kv_range(sequence)
         self.late_starts += start > 0
         size = self._block_size
         for position in range(max(start, 1), end):

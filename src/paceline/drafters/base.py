@@ -121,7 +121,7 @@ class DeviceDrafter(Drafter, Protocol):
     def use_early(self, rows: SequenceOf[DraftRequest]) -> None:
         """Drafts begun behind the step are used: the first `max_nodes` nodes of each row."""
 
-    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
+    def kv_range(self, sequence: Sequence) -> tuple[int, int]:
         """The slots [start, end) of the drafter's own K/V that are valid now."""
 
     # Of drafters with taps:

@@ -143,7 +143,7 @@ class TapState:
 
 
 class TappedDrafter:
-    """A subclass writes `draft`, and `absorb` where it has `kv_layers`; both launch and never wait."""
+    """A subclass writes `draft`, and `write_context_kv` where it has `kv_layers`; both launch and never wait."""
 
     name: str
     version = "1"
@@ -168,7 +168,7 @@ class TappedDrafter:
         """Drafts for sequences of these lengths, which are on the device. All their pairs are absorbed."""
         raise NotImplementedError
 
-    def absorb(self, batch: TapBatch) -> None:
+    def write_context_kv(self, batch: TapBatch) -> None:
         raise NotImplementedError
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
@@ -239,7 +239,7 @@ class TappedDrafter:
         slots = tables.gather(1, (at // self._block_size).clamp_max(width - 1)) * self._block_size
         slots = torch.where(position < lengths[:, None] - 1, slots + at % self._block_size, -1)
         parts = taps.flatten(0, 1), tokens.flatten(), position.flatten(), slots.flatten()
-        self.absorb(TapBatch(*parts, max(ends) + most))
+        self.write_context_kv(TapBatch(*parts, max(ends) + most))
 
     def _catch_up_on_host(self, sequences: list[Sequence], waiting: list[range]) -> None:
         at = np.concatenate([np.arange(each.start, each.stop) for each in waiting])
@@ -249,7 +249,7 @@ class TappedDrafter:
         taps, tokens = self._ring.load(req_indices, torch.from_numpy(position), self._columns)
         slots = np.concatenate([self._slots_in(*each) for each in zip(sequences, waiting, strict=True)])
         numbers = torch.from_numpy(position), torch.from_numpy(slots)
-        self.absorb(TapBatch(taps, tokens, *numbers, max(each.stop for each in waiting)))
+        self.write_context_kv(TapBatch(taps, tokens, *numbers, max(each.stop for each in waiting)))
 
     def _slots_in(self, sequence: Sequence, at: range) -> np.ndarray[Any, np.dtype[np.int64]]:
         tables = np.array([sequence.blocks])
@@ -292,7 +292,7 @@ class TappedDrafter:
         columns = np.array([np.concatenate(rows), tokens, np.concatenate(positions), np.concatenate(slots)])
         row, token, position, slot = sent(torch.from_numpy(columns), taps.device)
         end = max(chunk.first + chunk.size for chunk in mine)
-        self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot, end))
+        self.write_context_kv(TapBatch(taps[row].index_select(1, self._columns), token, position, slot, end))
 
     def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
         """The step behind which drafts were begun was read: all tokens it committed are absorbed."""
@@ -304,7 +304,7 @@ class TappedDrafter:
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         self._states[sequence.key] = TapState(start, max(end, self._shift))
 
-    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
+    def kv_range(self, sequence: Sequence) -> tuple[int, int]:
         state = self._states[sequence.key]
         return state.start, state.end
 

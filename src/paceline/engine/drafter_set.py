@@ -309,7 +309,7 @@ class DrafterSet:
 
     def _mark(self, drafter: DeviceDrafter, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:
-            self._blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
+            self._blocks.mark(sequence, drafter.version, *drafter.kv_range(sequence))
 
     def index_prompts(self, batch: Batch) -> None:
         """Chunks of prompts were computed: host drafters index them, so that this is spread over the chunks."""

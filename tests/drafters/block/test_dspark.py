@@ -77,7 +77,7 @@ class Checked:
         draft, config = self._propose(rows, after), self.drafter.config
         for row, logits in zip(rows, self.logits, strict=True):
             tokens = row.sequence.tokens
-            if self.drafter.absorbed(row.sequence)[0] or after is not None:
+            if self.drafter.kv_range(row.sequence)[0] or after is not None:
                 continue
             room = len(row.sequence.blocks) * SIZES.block_size
             if len(tokens) - 1 + config.block_size <= room:  # else the block is cut off, at the end of an answer
@@ -135,7 +135,7 @@ def test_logits_and_cache_are_those_of_plain_torch(decoder, kind, own):
         nonlocal hits, cached
         for sequence in engine.scheduler.running:
             hits += sequence.num_cached > 0
-            start, end = drafter.absorbed(sequence)
+            start, end = drafter.kv_range(sequence)
             if start or end < 2 or engine.stats.num_steps % 5:
                 continue
             taps = taps_of(decoder, sequence.tokens[:end], config.taps)

@@ -100,7 +100,7 @@ def test_captured_and_native_drafts_are_those_of_the_reference_kernels(other, mo
         drafts.append(drafter.propose(rows).on_host(CONFIG.vocab_size))
         caches.append(drafter._passes._caches[0])
         for sequence, length in zip(sequences, lengths, strict=True):
-            assert drafter.absorbed(sequence) == (0, length - 1)
+            assert drafter.kv_range(sequence) == (0, length - 1)
             slots = torch.tensor([sequence.blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(length - 1)])
             assert not caches[-1].k[slots].isnan().any()
     plain, captured = drafts

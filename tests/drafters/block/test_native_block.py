@@ -28,14 +28,14 @@ class Twin:
         twin.bind([LayerCache(cache.k.clone(), cache.v.clone()) for cache in caches], drafter._block_size)
         twin._ring, twin._columns, twin._states = drafter._ring, drafter._columns, drafter._states
         self.compared, self.nodes, self.batches, self.lagging = 0, 0, set(), 0
-        self._propose, self._absorb = drafter.propose, drafter.absorb
-        drafter.propose, drafter.absorb = self.propose, self.absorb
+        self._propose, self._absorb = drafter.propose, drafter.write_context_kv
+        drafter.propose, drafter.write_context_kv = self.propose, self.write_context_kv
         for each in (drafter, twin):
             each._on_host = self.keep(each._on_host)
 
-    def absorb(self, batch):
+    def write_context_kv(self, batch):
         self._absorb(batch)
-        self.twin.absorb(batch)
+        self.twin.write_context_kv(batch)
 
     def keep(self, shaped):
         def kept(rows, found, scores):

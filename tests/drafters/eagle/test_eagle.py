@@ -222,7 +222,7 @@ def test_the_own_cache_is_that_of_a_pass_over_the_committed_tokens(kind, num_blo
         for sequence in added if step % 13 == 0 else ():
             if sequence.finished or sequence.key not in drafter._states:
                 continue
-            start, end = drafter.absorbed(sequence)
+            start, end = drafter.kv_range(sequence)
             at = np.arange(max(start, 1), end)
             if not len(at):
                 continue

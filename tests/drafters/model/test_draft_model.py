@@ -138,10 +138,10 @@ def test_blocks_it_knows_behind_blocks_it_does_not_are_kept():
     sequence = sequence_of(prompt_of(0, 21), blocks=[3, 1, 4, 5, 2, 6, 7])
     drafter.admit(sequence, 8, 20)
     assert drafter.unread_tokens(sequence) == 8 + 1
-    assert drafter.absorbed(sequence) == (0, 0)
+    assert drafter.kv_range(sequence) == (0, 0)
     write(drafter, sequence, range(8, 20))
     drafter.propose([DraftRequest(sequence, 3)])
-    assert drafter.absorbed(sequence) == (0, 21)
+    assert drafter.kv_range(sequence) == (0, 21)
     assert drafter._model.rows_per_pass == [9, 1, 1]
 
 
@@ -274,7 +274,7 @@ def test_two_proposals_for_one_context_are_equal():
     drafter.admit(sequence, 0, 0)
     first, second = (drafter.propose([DraftRequest(sequence, 4)]) for _ in range(2))
     assert first.tokens.tolist() == second.tokens.tolist()
-    assert drafter.absorbed(sequence) == (0, 9)
+    assert drafter.kv_range(sequence) == (0, 9)
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def test_after_every_step_both_caches_are_those_of_a_fresh_prefill_to_the_bit(ti
 
     def compare(engine):
         for sequence in engine.scheduler.running:
-            start, end = drafter.absorbed(sequence)
+            start, end = drafter.kv_range(sequence)
             for which, (decoder, caches, count) in enumerate(
                 (
                     (target, layers[: len(target.kv_specs)], sequence.num_computed),

@@ -27,7 +27,7 @@ log = logging.getLogger("paceline")
 POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # of a captured batch; more are absorbed in parts
 
 
-class Absorbing:
+class ContextKV:
     def __init__(
         self, config: DSparkConfig, tensors: Mapping[str, Tensor], decoder: Decoder, store: Callable[[Tensor], Any]
     ) -> None:
@@ -122,7 +122,7 @@ class Absorbing:
         stack = self._decoder.stack(self._caches, end)
         if isinstance(stack, NativeStack):
             assert self.view is not None
-            stack.absorb(taps, plan, self.view)
+            stack.write_context_kv(taps, plan, self.view)
             return
         kv = kernels.linear(self.joined(taps), self._kv).view(len(taps), len(layers), -1)
         each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)

@@ -30,7 +30,7 @@ from paceline.drafters.base import DrafterContext, DraftRequest, digest
 from paceline.drafters.block.block_pass import BlockPasses, BlockRows
 from paceline.drafters.block.checkpoint import read
 from paceline.drafters.block.config import MASKS, W1, W2, DSparkConfig, check_target
-from paceline.drafters.block.context_kv import Absorbing
+from paceline.drafters.block.context_kv import ContextKV
 from paceline.drafters.block.native import BlockRow, NativeBlocks
 from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.tapped import Floats, TapBatch, TappedDrafter, likely_nodes
@@ -91,7 +91,7 @@ class DSparkDrafter(TappedDrafter):
             body, weights, kernels, device=self.device, dtypes=dtypes, embedding=embedding, head=packed
         )
         self.kv_layers = self._decoder.kv_specs
-        self._absorbing = Absorbing(config, tensors, self._decoder, store)
+        self._absorbing = ContextKV(config, tensors, self._decoder, store)
         self._embedding, self._passes = embedding, None  # type: tuple[Tensor, BlockPasses | None]
         self._caches: SequenceOf[LayerCache] = ()
         self._native: NativeBlocks | None = None  # None: drafts are passes like any other
@@ -193,7 +193,7 @@ class DSparkDrafter(TappedDrafter):
         return GraphRecorder() if graphs is not None and graphs.capture and self.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def absorb(self, batch: TapBatch) -> None:
+    def write_context_kv(self, batch: TapBatch) -> None:
         self._absorbing(batch)
 
     def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
@@ -253,7 +253,7 @@ class DSparkDrafter(TappedDrafter):
     def _keys(self, sequence: Sequence) -> tuple[int, int]:
         """The first block of a sequence whose keys are seen, and the positions that its blocks have slots for. Blocks
         whose K/V are not the drafter's own are left out: keys have their positions in them already."""
-        size, (start, end) = self._block_size, self.absorbed(sequence)
+        size, (start, end) = self._block_size, self.kv_range(sequence)
         known = max(end, len(sequence.tokens) - 1)
         return min(-(-start // size), known // size), min(len(sequence.blocks) * size, self.config.body.max_positions)
 

@@ -135,7 +135,7 @@ class EagleDrafter(TappedDrafter):
         return Inputs(taps, zero, zero + 2, zero + 1, zero.clone(), zero.clone(), tables)
 
     @torch.inference_mode()
-    def absorb(self, batch: TapBatch) -> None:
+    def write_context_kv(self, batch: TapBatch) -> None:
         assert self._cache is not None
         nothing = torch.zeros_like(batch.slots)
         plan = self._plan(batch.positions, batch.slots, nothing, nothing, nothing, nothing[:, None][:, :0], None)

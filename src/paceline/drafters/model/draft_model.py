@@ -150,7 +150,7 @@ class DraftModelDrafter:
                     state.valid += 1
                 state.drafted = []
 
-    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
+    def kv_range(self, sequence: Sequence) -> tuple[int, int]:
         return 0, self._states[sequence.key].valid
 
     def release(self, sequence: Sequence) -> None:
