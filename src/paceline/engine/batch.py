@@ -44,13 +44,13 @@ class Batch:
         req_indices: Ints,
         *,
         drafts: dict[int, tuple[str, int]] | None = None,
-        behind: Ints | None = None,
+        token_source: Ints | None = None,
     ) -> None:
         self.sequences, self.first, self.count, self.samples, self.tables = sequences, first, count, samples, tables
         self.ends = first + count  # where the tokens that the step computes end, without drafts
         self.drafts = drafts or {}  # by row: method and nodes at the most
         # (B,) the row of the unread verdict the batch follows that a row's token is taken from; -1: the host knows it.
-        self.behind = behind
+        self.token_source = token_source
         self.num_drafted = sum([max_nodes for _, max_nodes in self.drafts.values()])  # nodes, at the most
         self.num_tokens = sum(count.tolist()) + self.num_drafted  # of the target pass at the most
         self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token

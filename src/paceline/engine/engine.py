@@ -118,7 +118,7 @@ class Engine:
             result = self._read(flight, ahead)  # the one wait; sequences ended by a token or by length are known
             if result is None:
                 return self._with_failed(StepResult())
-            if ahead is None and self.runs_ahead and self.scheduler.roomy:
+            if ahead is None and self.runs_ahead and self.scheduler.has_spare_blocks:
                 ahead = self._launch()  # READ, THEN LAUNCH; on a CPU the next call of step() launches
             self._flight = ahead
             held = None if ahead is None else self.scheduler.hold(ahead.batch)
@@ -153,7 +153,7 @@ class Engine:
     def _launch_ahead(self, flight: InFlightStep) -> InFlightStep | None:
         """Launch the step behind one that is not read, or else the drafts for it. Tokens are taken from the unread
         verdict on the device."""
-        batch = self.scheduler.schedule_behind(flight.batch)
+        batch = self.scheduler.schedule_ahead(flight.batch)
         if batch is None:
             if flight.batch.num_drafted and self.policy.may_repeat():
                 rows = self.scheduler.reserve(flight.batch, self.drafters.begins)

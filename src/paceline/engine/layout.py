@@ -212,12 +212,12 @@ def _prompt_rows(batch: Batch, begin: Ints) -> list[PromptRows]:
 
 def _own_tokens(batch: Batch) -> Any:
     """Of all rows that are no nodes; a token of an unread verdict is a code."""
-    behind = batch.behind
-    if behind is not None and batch.only_decodes and behind.min() >= 0:
-        return -1 - behind
-    if behind is None and batch.only_decodes:
+    token_source = batch.token_source
+    if token_source is not None and batch.only_decodes and token_source.min() >= 0:
+        return -1 - token_source
+    if token_source is None and batch.only_decodes:
         return [sequence.tokens[-1] for sequence in batch.sequences]
-    codes = [-1] * len(batch) if behind is None else behind.tolist()
+    codes = [-1] * len(batch) if token_source is None else token_source.tolist()
     parts = zip(batch.sequences, batch.first.tolist(), batch.count.tolist(), codes, strict=True)
     return list(
         chain.from_iterable(

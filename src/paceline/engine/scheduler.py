@@ -4,7 +4,7 @@ Order of arrival decides everything: admission, blocks, and preemption (the youn
 never preempted while another runs, and one sequence always fits, so all finish. Preemption forgets computed K/V, never
 tokens.
 
-A step is scheduled in one of two ways. `schedule` knows all committed tokens. `schedule_behind` follows a plain step
+A step is scheduled in one of two ways. `schedule` knows all committed tokens. `schedule_ahead` follows a plain step
 whose verdict is not read yet: rows that sample take their token from that verdict, on the device.
 """
 
@@ -27,7 +27,7 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy.interface import Choice, Policy
 
 NO_DRAFT = Choice()
-SPARE = 2  # blocks a running sequence: with so many free, no step has to preempt
+SPARE_BLOCKS = 2  # blocks a running sequence: with so many free, no step has to preempt
 
 
 class SequenceListener(Protocol):
@@ -124,7 +124,7 @@ class Scheduler:
         filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
         return self._made(batch, filled)
 
-    def schedule_behind(self, batch: Batch) -> Batch | None:
+    def schedule_ahead(self, batch: Batch) -> Batch | None:
         """The step after a plain one whose verdict is not read: every row that samples goes on by one token, prompts by
         a chunk, and waiting sequences join. A row whose sequence turns out to have ended is ignored when it is read.
 
@@ -143,9 +143,9 @@ class Scheduler:
         kept = np.flatnonzero(going)
         if live < len(self.running) or not len(kept):
             return None
-        behind = np.where(batch.samples, batch.samples.cumsum() - 1, -1)[kept]
+        token_source = np.where(batch.samples, batch.samples.cumsum() - 1, -1)[kept]
         sequences = batch.sequences if len(kept) == len(batch) else [batch.sequences[index] for index in kept]
-        first, count, samples = first[kept], np.ones(len(kept), np.int64), behind >= 0
+        first, count, samples = first[kept], np.ones(len(kept), np.int64), token_source >= 0
         short: list[tuple[Sequence, int]] = []
         left = self._most_tokens - int(samples.sum())
         for index in np.flatnonzero(~samples):  # prompts go on by a chunk
@@ -157,11 +157,11 @@ class Scheduler:
             # A drafter may store the last pair of a chunk one slot further.
             short.append((sequence, end + (not samples[index])))
         short += [
-            (sequences[index], int(first[index]) + 1) for index in np.flatnonzero((first % size == 0) & (behind >= 0))
+            (sequences[index], int(first[index]) + 1) for index in np.flatnonzero((first % size == 0) & (token_source >= 0))
         ]
         short = [(sequence, end) for sequence, end in short if len(sequence.blocks) * size < end]
         drafting = (
-            sequences if len(sequences) == len(batch.sampling) else [sequences[i] for i in np.flatnonzero(behind >= 0)]
+            sequences if len(sequences) == len(batch.sampling) else [sequences[i] for i in np.flatnonzero(token_source >= 0)]
         )
         needed = sum([self.blocks.blocks_for(end) - len(sequence.blocks) for sequence, end in short])
         if not count.all() or needed > self.blocks.num_free or (drafting and not self.policy.next_is_plain(drafting)):
@@ -176,11 +176,11 @@ class Scheduler:
             sequences = [*sequences, *newcomers.sequences]
             first, count = np.append(first, newcomers.first), np.append(count, newcomers.count)
             samples, req_indices = np.append(samples, newcomers.samples), np.append(req_indices, newcomers.req_indices)
-            behind = np.append(behind, np.full(len(newcomers), -1))
+            token_source = np.append(token_source, np.full(len(newcomers), -1))
         width = self.blocks.blocks_for(int((first + count).max()))
         tables = self.blocks.tables_at(req_indices, width)
         filled = np.flatnonzero(first % size + count >= size).tolist()
-        return self._made(Batch(sequences, first, count, samples, tables, req_indices, behind=behind), filled)
+        return self._made(Batch(sequences, first, count, samples, tables, req_indices, token_source=token_source), filled)
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a step under way that may draft as far again behind it by one of these methods: (row, nodes).
@@ -205,13 +205,13 @@ class Scheduler:
         return going
 
     @property
-    def roomy(self) -> bool:
+    def has_spare_blocks(self) -> bool:
         """A step may be scheduled before the last one is published: no sequence that ends there would make room for
         another, and none is preempted."""
         if self.waiting and (self.has_place or any(sequence.finish_reason is not None for sequence in self.running)):
             return False
         tokens = sum([len(sequence.tokens) - sequence.num_computed for sequence in self.running])
-        return SPARE * len(self.running) + tokens // self.blocks.block_size <= self.blocks.num_free
+        return SPARE_BLOCKS * len(self.running) + tokens // self.blocks.block_size <= self.blocks.num_free
 
     def hold(self, batch: Batch) -> Reservation:
         """Keep the slots of a step under way while blocks of the step before it are given back."""
