@@ -146,7 +146,7 @@ def main() -> None:
                     continue
                 if time.perf_counter() > deadline:
                     break
-                late = engine.runner.captured_late
+                late = engine.runner.late_captures
                 made, spent, same, passes, committed, nodes, methods = 0, 0.0, True, 0, 0, 0, {}
                 for at, group in enumerate(groups):
                     tokens, took, sequences = answer(engine, group, way, temperature, args.max_tokens, batch)
@@ -167,7 +167,7 @@ def main() -> None:
                 row = {"temperature": temperature, "batch": batch, "way": name, "tokens_s": mean}
                 row |= {"speedup": mean / base, "tau": committed / passes, "same_tokens": same, "drafts": methods}
                 row["nodes"] = nodes / max(sum(methods.values()), 1)
-                row["captured_late"] = engine.runner.captured_late - late
+                row["captured_late"] = engine.runner.late_captures - late
                 results.append(row)
                 print(
                     f"T {temperature} batch {batch:3} {name:8} {mean:8.0f} tokens/s {mean / base:.2f}x "

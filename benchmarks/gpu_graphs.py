@@ -43,7 +43,7 @@ def cell(runs: Runs, prompts: list[list[int]], params: SamplingParams, rounds: i
             if turn:
                 step_ms.append(took)
     found = {name: statistics.median(step_ms) for name, step_ms in times.items()}
-    late = {"uncaptured_steps": sampler.uncaptured, "captured_late": sampler.captured_late}
+    late = {"uncaptured_steps": sampler.uncaptured, "captured_late": sampler.late_captures}
     return {**found, "rounds": times, "graphs": len(sampler._graphs), **late}
 
 

@@ -109,7 +109,7 @@ class PassLog:
         about = {"ms": 1e3 * (now - self._last), "rows": flight.layout.tokens.shape[0], "sequences": len(batch)}
         about |= {"chunk": int(batch.count.max()), "context": int((batch.first + batch.count).max())}
         if (batch.count == 1).any():  # else no sequence is between two tokens
-            self.passes.append({**about, "ahead": flight.ahead, "warm": flight.warm})
+            self.passes.append({**about, "ahead": flight.ahead, "warm": flight.time_is_typical})
         self._last = now
         return self._observe(flight, *rest)
 
@@ -179,9 +179,9 @@ class Bench:
         """Times between deliveries while long prompts arrive, over a full pass and over a plain step."""
         full = full_pass_s(self.engine, self.args.long)
         step = plain_step_s(self.engine, clients)
-        log, late = PassLog(self.engine), self.engine.runner.captured_late
+        log, late = PassLog(self.engine), self.engine.runner.late_captures
         found = await self.level(clients, long=self.args.long, count=6 * clients)
-        print(f"captured after start-up: {late} before and {self.engine.runner.captured_late - late} among these:")
+        print(f"captured after start-up: {late} before and {self.engine.runner.late_captures - late} among these:")
         found["passes"] = log.show(clients)
         found |= {"full_pass_s": full, "plain_step_s": step}
         for name in ("queue", "engine"):

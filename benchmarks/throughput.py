@@ -109,7 +109,7 @@ def main() -> None:
     result: dict[str, Any] = {"startup_s": llm.load_s, "requests": args.requests, "rows": args.rows}
     for kind in args.kinds:
         bare = bare_rate(llm, prompts[: args.rows], kind, args.bare_steps)
-        before = llm.call(lambda engine: engine.stats.captured_late)
+        before = llm.call(lambda engine: engine.stats.late_captures)
         rates = []
         for _ in range(2):
             steps = llm.call(lambda engine: engine.stats.num_steps)
@@ -124,7 +124,7 @@ def main() -> None:
                 flush=True,
             )
         ended = sum(one.outputs[0].finish_reason == "stop" for one in answers)
-        late = llm.call(lambda engine: engine.stats.captured_late) - before
+        late = llm.call(lambda engine: engine.stats.late_captures) - before
         result[kind] = {
             "bare": bare,
             "generate": max(rates),

@@ -69,7 +69,7 @@ def test_steps_are_judged_alike_captured_or_not(where, asked, draft):
             sequence.tokens.append(5)
     assert len(captured._graphs) == before > 0
     assert captured.uncaptured == (6 if draft == "sampled trees" and asked != "greedy" else 0)
-    assert captured.captured_late == 0 or where == "cuda"
+    assert captured.late_captures == 0 or where == "cuda"
     assert captured.warm
 
 

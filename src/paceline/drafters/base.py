@@ -109,7 +109,7 @@ class Drafter(Protocol):
 
 class DeviceDrafter(Drafter, Protocol):
     device: torch.device
-    warm: bool  # False: the last draft compiled or captured something, so its time is not typical
+    time_is_typical: bool  # False: the last draft compiled or captured something, so its time is not typical
 
     def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
         """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Slots

@@ -148,7 +148,7 @@ class TappedDrafter:
     name: str
     version = "1"
     on_device = True
-    warm = True
+    time_is_typical = True
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
     shifted_kv = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t

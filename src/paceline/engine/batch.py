@@ -163,7 +163,7 @@ class StepTiming:
     draft_s: Mapping[str, tuple[int, float]]  # method -> (most nodes of a row, seconds); a drafter that caught up is
     # left out
     retired: frozenset[str] = frozenset()  # methods that are switched off
-    warm: bool = True  # nothing was captured or compiled in the step
+    time_is_typical: bool = True  # nothing was captured or compiled in the step
     ahead: bool = False  # launched before the step before it was read
 
 
@@ -176,17 +176,17 @@ class EngineStats:
     num_committed_tokens: int = 0
     step_s: float = 0.0
     model_s: float = 0.0
-    captured_late: int = 0  # passes captured and sampling kernels compiled after start-up: steps waited for them
+    late_captures: int = 0  # passes captured and sampling kernels compiled after start-up: steps waited for them
 
     @property
     def overhead_s(self) -> float:
         """Everything but the model, over all steps."""
         return self.step_s - self.model_s
 
-    def add(self, batch: Batch, committed: int, model_s: float, step_s: float, captured_late: int) -> None:
+    def add(self, batch: Batch, committed: int, model_s: float, step_s: float, late_captures: int) -> None:
         self.num_steps += 1
         self.num_pass_tokens += batch.num_tokens
         self.num_committed_tokens += committed
         self.step_s += step_s
         self.model_s += model_s
-        self.captured_late = captured_late
+        self.late_captures = late_captures

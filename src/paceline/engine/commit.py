@@ -100,9 +100,9 @@ class Committer:
                     self._look_closer(flight, result, at, sequence)
         for at, (method, nodes, accepted, depth) in result.drafts.items():
             result.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(result.tokens[at])), method)
-            if method in self._drafters.on_trial:
+            if method in self._drafters.first_drafts:
                 path = range(accepted) if result.paths is None else result.paths(at)
-                self._drafters.note(method, accepted > 0 and path[0] == 0)
+                self._drafters.count_first(method, accepted > 0 and path[0] == 0)
         self._drafters.index_prompts(flight.batch)
         unsettled = self._unsettled(flight.batch)
         self._drafters.mark(unsettled)

@@ -71,7 +71,7 @@ class DrafterSet:
         self._early: dict[str, EarlyDraft] = {}
         self._timed: dict[str, Timed] = {}
         self.failures = 0
-        self.on_trial = {drafter.name: (0, 0) for drafter in self._tapped}  # drafts, and those that were right at first
+        self.first_drafts = {drafter.name: (0, 0) for drafter in self._tapped}  # drafts, and those that were right at first
         self.retired: frozenset[str] = frozenset()  # methods switched off
         self._complained: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
@@ -162,7 +162,7 @@ class DrafterSet:
             if draft is not None and draft.width:
                 counts = draft.num_nodes.tolist()
                 at = {row.sequence.key: i for i, row in enumerate(rows) if counts[i]}
-                self._early[name] = EarlyDraft(draft, at, watch if drafter.warm else None)
+                self._early[name] = EarlyDraft(draft, at, watch if drafter.time_is_typical else None)
 
     def _adopt(self, of: EarlyDraft, method: str, rows: list[DraftRequest]) -> Draft:
         """What was begun for these rows, as far as it is wanted now."""
@@ -190,7 +190,7 @@ class DrafterSet:
             draft = self._propose(drafter, rows, None)
         if draft is not None and unread_tokens <= CATCHING_UP:
             self.seconds[method] = most, 0.0
-            watch_or_none = watch if on_device.warm and not more else None
+            watch_or_none = watch if on_device.time_is_typical and not more else None
             self._timed[method] = Timed(self._steps(on_device, draft), watch_or_none, before=False)
         return draft
 
@@ -287,14 +287,14 @@ class DrafterSet:
                 verified = [VerifiedDraft(sequence, sequence.num_computed) for sequence in mine]
                 self._safely(drafter, drafter.on_verdict, verified, early)
 
-    def note(self, method: str, right: bool) -> None:
+    def count_first(self, method: str, right: bool) -> None:
         """A draft of a method on trial was verified; `right`: its first node, the likeliest token, was accepted. A
         trained drafter that is hardly ever right was trained for another model or reads the wrong layers: no output
         shows that, so it is reported, once. A tree's other tokens do not count: of eight, one is often right."""
-        drafts, hits = self.on_trial[method]
-        self.on_trial[method] = drafts, hits = drafts + 1, hits + right
+        drafts, hits = self.first_drafts[method]
+        self.first_drafts[method] = drafts, hits = drafts + 1, hits + right
         if drafts == TRIAL:
-            del self.on_trial[method]
+            del self.first_drafts[method]
             if hits < SUSPICIOUS * TRIAL:
                 log.warning(
                     "drafter %s: only %d of its first %d drafts were right about the next token; is it for this model?",

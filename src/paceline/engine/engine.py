@@ -126,7 +126,7 @@ class Engine:
             if held is not None:
                 held.release()
             self.stats.add(
-                flight.batch, result.num_tokens, flight.model_s, self.clock.step_s, self.runner.captured_late
+                flight.batch, result.num_tokens, flight.model_s, self.clock.step_s, self.runner.late_captures
             )
             self.clock.finish()
             return self._with_failed(result)

@@ -91,7 +91,7 @@ class InFlightStep:
     verdict: Verdict | None  # None: no row sampled
     verdict_copy: VerdictCopy | None
     model_s: float
-    warm: bool  # it took what its like will take again
+    time_is_typical: bool  # it took what its like will take again
     ahead: bool = False  # launched before the step before it was read
     prompts: PromptLogprobs | None = None
     begins: bool = False  # drafters read or continue from the verdict on the device

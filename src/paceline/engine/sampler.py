@@ -34,11 +34,11 @@ class Sampler:
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._graphs = GraphCache(device, Staging(device))
         self._compiled = CompileCounter()
-        self.warm = True  # nothing was compiled for the last step
+        self.time_is_typical = True  # nothing was compiled for the last step
         self.uncaptured = 0  # steps on a CUDA device that were outside of what was captured
 
     @property
-    def captured_late(self) -> int:
+    def late_captures(self) -> int:
         """Kernels compiled, or loaded from the compile cache, since `warmup`, by any part of this process. Graphs of
         verification are captured in `warmup` alone."""
         return self._compiled.count
@@ -83,7 +83,7 @@ class Sampler:
             verdict = self._captured(key, params, draft, row_of)
         else:
             verdict = self._edited(key, params, draft, logits, row_of)
-        self.warm = compiled == self._compiled.count
+        self.time_is_typical = compiled == self._compiled.count
         return verdict
 
     @torch.inference_mode()

@@ -27,7 +27,7 @@ class StepClock:
     def start_behind(self, flight: InFlightStep) -> None:
         """Begin a step that was launched by the one before: the device started when that one had been read."""
         if flight.over and self._started - self._returned_at > AWAY_SHARE * (self._started - self._read_at):
-            flight.warm = False  # the caller was away, so the end of the pass is unknown
+            flight.time_is_typical = False  # the caller was away, so the end of the pass is unknown
         else:
             self._started = self._read_at
 
@@ -45,7 +45,7 @@ class StepClock:
             self._started = max(self._started - drafted_before_s, min(read_before, self._started))
         rows = flight.layout.tokens.shape[0]
         self.step_s = self._read_at - self._started
-        return StepTiming(len(flight.batch), rows, self.step_s, draft_s, retired, flight.warm, flight.ahead)
+        return StepTiming(len(flight.batch), rows, self.step_s, draft_s, retired, flight.time_is_typical, flight.ahead)
 
     def share(self, batch: Batch, result: StepResult, step_s: float, plain_s: float | None) -> None:
         """Add a step that only decoded to the sums. A sequence is in every step from its admission to its end, so its

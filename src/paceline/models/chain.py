@@ -35,7 +35,7 @@ class GreedyChain(Protocol):
     """Bound to a model's caches."""
 
     most_rows: int
-    warm: bool  # False: the last draft compiled or captured something, so its time is not typical
+    time_is_typical: bool  # False: the last draft compiled or captured something, so its time is not typical
 
     def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
         """(R, K) int64 on the device, K the largest count: at each depth each row's most probable next token.

@@ -157,7 +157,7 @@ class PassGraphs:
         self._recorder = GraphRecorder()
         self._known: dict[Hashable, tuple[Bucket, Any]] = {}
         self._starting = False
-        self.captured = self.captured_late = 0  # graphs; of them those captured after start-up
+        self.captured = self.late_captures = 0  # graphs; of them those captured after start-up
 
     def forward(
         self,
@@ -327,8 +327,8 @@ class PassGraphs:
         placed.graph = self._recorder.capture(lambda: self.compute(placed))
         placed.kept = [placed.graph.result, *self.scratch()]
         self.captured += 1
-        self.captured_late += not self._starting
-        if self.captured_late == 1 and not self._starting:
+        self.late_captures += not self._starting
+        if self.late_captures == 1 and not self._starting:
             log.warning("a pass was captured after start-up: %s; later ones are counted, not logged", placed.bucket)
         grown = (self._reserved() - before) / 1e6
         log.debug("captured %s in %.0f ms, %.0f MB", placed.bucket, 1e3 * (time.perf_counter() - started), grown)

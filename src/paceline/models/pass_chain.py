@@ -29,7 +29,7 @@ class PassChain:
     def __init__(self, graphs: PassGraphs, config: ModelConfig, caches: Sequence[LayerCache], block_size: int) -> None:
         self._graphs, self._caches, self._block_size = graphs, caches, block_size
         self._most_positions = config.max_positions
-        self.warm = True  # every pass of the last draft had a shape that occurred before
+        self.time_is_typical = True  # every pass of the last draft had a shape that occurred before
 
     def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
         return self._draft(rows, after, None)
@@ -54,14 +54,14 @@ class PassChain:
         first = graphs.place(*reading, self._caches, torch.arange(READ - 1, READ * len(rows), READ))
         if after is not None:
             begin_rows(after, known, first)
-        self.warm = graphs.is_warm(first)
+        self.time_is_typical = graphs.is_warm(first)
         logits = graphs.run(first).logits
         second = graphs.place(*self._one_each(rows, tables, longest), self._caches, torch.arange(len(rows)))
         drafted = torch.empty(len(rows), count, dtype=torch.int64, device=graphs.device)
         seen, each = first, READ
         for depth in range(count):
             if depth:
-                self.warm &= graphs.is_warm(second)
+                self.time_is_typical &= graphs.is_warm(second)
                 logits, seen, each = graphs.run(second).logits, second, 1
             chosen = None if pick is None else pick(logits[: len(rows)], depth)
             advance_rows(logits, chosen, known, drafted, depth, seen, each, second)

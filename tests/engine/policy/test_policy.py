@@ -556,7 +556,7 @@ def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
 def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
     policy, one = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("s")
     output = ResultRow(one, [1], False)
-    policy.observe(result_of([output]), StepTiming(1, 1, 9.0, {}, warm=False))
+    policy.observe(result_of([output]), StepTiming(1, 1, 9.0, {}, time_is_typical=False))
     policy.learn()
     assert policy.plain_seconds(1, False) is None
     policy.observe(result_of([output]), StepTiming(1, 1, 0.02, {}))

@@ -538,13 +538,13 @@ def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monk
     monkeypatch.setattr(graphs, "_compile", lambda passes: None)
     monkeypatch.setattr(graphs, "_recorder", FakeRecorder())
     decoder.prepare(cache.layers, 16, (), [PassShape((1,)), PassShape((8,))])
-    assert (graphs.captured, graphs.captured_late, caplog.messages) == (2, 0, [])
+    assert (graphs.captured, graphs.late_captures, caplog.messages) == (2, 0, [])
     tables, late = torch.tensor([[0, 1]], dtype=torch.int32), []
     for count in (1, 5, 12, 12, 20, 20):
         plan = plan_of(list(range(count)), tables)
         with torch.inference_mode():
             decoder.forward(torch.arange(count), plan, cache.layers, torch.arange(count))
-        late.append(graphs.captured_late)
+        late.append(graphs.late_captures)
     assert late == [0, 0, 0, 1, 1, 2], "12 and 20 rows take other kernels: the first pass is run, which compiles them"
     assert graphs.captured == 4
     assert len(caplog.messages) == 1

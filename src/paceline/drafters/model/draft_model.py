@@ -106,7 +106,7 @@ class DraftModelDrafter:
         self._block_size = 0
         self._chains: list[GreedyChain] = []
         self._picking: list[PicksTokens] = []  # those of `_chains` that serve rows that sample
-        self.device, self.warm = model.device, True
+        self.device, self.time_is_typical = model.device, True
 
     @classmethod
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
@@ -168,7 +168,7 @@ class DraftModelDrafter:
 
     def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
         """Rows whose sampling needs only the logits are drafted without the host between tokens; the others with it."""
-        self.warm = True
+        self.time_is_typical = True
         if after is not None:
             return self._behind(rows, after)
         going = [index for index, row in enumerate(rows) if self._uses_chain(row.sequence)]
@@ -248,7 +248,7 @@ class DraftModelDrafter:
                 assert isinstance(chain, PicksTokens)
                 sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), after)
                 drafted = sampler.drafted(chain.draft_by(sampler, rows, after))
-            self.warm = chain.warm
+            self.time_is_typical = chain.time_is_typical
             return drafted
         except Exception:  # K/V that the chain wrote may be invalid
             self._chains.remove(chain)

@@ -490,7 +490,7 @@ class AdaptivePolicy:
                 self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, skip=skip)
         self._runs_ahead |= timing.ahead
         # A drafter that had to catch up is not timed, and its step is no measure of such steps.
-        if not timing.warm or not drafted.keys() <= timing.draft_s.keys():
+        if not timing.time_is_typical or not drafted.keys() <= timing.draft_s.keys():
             return
         nodes = sum([draft[1] for draft in result.drafts.values()])
         if plan.drafts and plan.plain_s:
