@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.config import truth
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.text.tokenizer import Tokenizer
 from paceline.vllm_compat import CALL, refuse
@@ -25,7 +25,7 @@ def chat_options(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, An
             "continue_final_message", "leaves no room for add_generation_prompt; give one of the two"
         )
     if not isinstance(named.get("tools", []), list | tuple):
-        raise InvalidParameter("tools", f"must be a list of tools, got {shown(named['tools'])}")
+        raise InvalidParameter("tools", f"must be a list of tools, got {short_repr(named['tools'])}")
     read = [*variables, *(["tools"] if named.get("tools") else [])]
     if read:
         template = tokenizer.chat_template(named.get("chat_template"), with_tools="tools" in read)
@@ -37,7 +37,7 @@ def chat_options(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, An
 
 def _variables(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InvalidParameter("chat_template_kwargs", f"must map names to values, got {shown(given)}")
+        raise InvalidParameter("chat_template_kwargs", f"must map names to values, got {short_repr(given)}")
     for name in ("messages", *CHAT_OPTIONS):
         if name in given:
             raise InvalidParameter("chat_template_kwargs", f"{name} is an argument of its own")
@@ -58,7 +58,7 @@ def per_prompt(params: Any, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [_read_params(params)] * count
     if isinstance(params, str | bytes) or not isinstance(params, Sequence):
-        raise InvalidParameter("sampling_params", f"must be SamplingParams, or a list of them, got {shown(params)}")
+        raise InvalidParameter("sampling_params", f"must be SamplingParams, or a list of them, got {short_repr(params)}")
     if len(params) != count:
         raise InvalidParameter("sampling_params", f"{len(params)} of them for {count} prompts; give one or as many")
     return [_read_params(one) for one in params]
@@ -68,5 +68,5 @@ def _read_params(params: Any) -> SamplingParams | None:
     if params is None or isinstance(params, SamplingParams):
         return params
     if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-        raise InvalidParameter("sampling_params", f"must be SamplingParams or a dict of them, got {shown(params)}")
+        raise InvalidParameter("sampling_params", f"must be SamplingParams or a dict of them, got {short_repr(params)}")
     return SamplingParams(**params)

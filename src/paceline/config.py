@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 
 NONE = "none"  # the method that drafts nothing: plain decoding
 AUTO = "auto"  # the method chosen by the policy, per request and step
@@ -29,9 +29,9 @@ def whole_number(field: str, value: Any, low: int, high: int = MOST) -> int:
         return number
     allowed = f"between {low} and {high}" if high < MAX_INT else f"at least {low}"
     if number is None:
-        raise InvalidParameter(field, f"must be a whole number {allowed}, got {shown(value)}")
+        raise InvalidParameter(field, f"must be a whole number {allowed}, got {short_repr(value)}")
     limits = f"at most {high}" if number > high >= MAX_INT else allowed
-    raise InvalidParameter(field, f"must be {limits}, got {shown(number)}")
+    raise InvalidParameter(field, f"must be {limits}, got {short_repr(number)}")
 
 
 def path_or_name(field: str, value: Any) -> str:
@@ -42,15 +42,15 @@ def path_or_name(field: str, value: Any) -> str:
             raise TypeError
         too_long = len(os.fsencode(text)) > LONGEST_PATH or max(map(len, text.split("/"))) > LONGEST_NAME
     except (TypeError, UnicodeError):
-        raise InvalidParameter(field, f"must be a name or a path, got {shown(value)}") from None
+        raise InvalidParameter(field, f"must be a name or a path, got {short_repr(value)}") from None
     if too_long:
-        raise InvalidParameter(field, f"is too long for a name or a path: {shown(value)}")
+        raise InvalidParameter(field, f"is too long for a name or a path: {short_repr(value)}")
     return text
 
 
 def truth(field: str, value: Any) -> bool:
     if not isinstance(value, bool):  # also not "false", which counts as true
-        raise InvalidParameter(field, f"must be True or False, got {shown(value)}")
+        raise InvalidParameter(field, f"must be True or False, got {short_repr(value)}")
     return value
 
 
@@ -122,11 +122,11 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or len(self.method) > LONGEST_NAME:
-            raise InvalidParameter("method", f"must be the name of a method, got {shown(self.method)}")
+            raise InvalidParameter("method", f"must be the name of a method, got {short_repr(self.method)}")
         if self.k is not None:
             if isinstance(self.k, str):
                 raise InvalidParameter(
-                    "k", f"must be a whole number between 1 and {MAX_K}, or {AUTO}; got {shown(self.k)}"
+                    "k", f"must be a whole number between 1 and {MAX_K}, or {AUTO}; got {short_repr(self.k)}"
                 )
             object.__setattr__(self, "k", whole_number("k", self.k, 1, MAX_K))
         if self.suffix_store is not None:
@@ -157,7 +157,7 @@ def _refuse_contradictions(field: str, given: tuple[str, ...]) -> None:
         raise InvalidParameter(field, f"is empty; name a model or a folder, or {NONE}")
     twice = next((each for each in given if given.count(each) > 1), None)
     if twice is not None:
-        raise InvalidParameter(field, f"names {shown(twice)} twice; name it once")
+        raise InvalidParameter(field, f"names {short_repr(twice)} twice; name it once")
     if NONE in given and len(given) > 1:
         raise InvalidParameter(field, f"names {NONE} and others; leave one of the two out")
 
@@ -179,7 +179,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         share = self.gpu_memory_fraction
         if not isinstance(share, numbers.Real) or isinstance(share, bool) or not 0 < share <= 1:
-            raise InvalidParameter("gpu_memory_fraction", f"must be a number above 0 and at most 1, got {shown(share)}")
+            raise InvalidParameter("gpu_memory_fraction", f"must be a number above 0 and at most 1, got {short_repr(share)}")
         truth("prefix_caching", self.prefix_caching)
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             object.__setattr__(self, field, whole_number(field, getattr(self, field), 1))

@@ -79,7 +79,7 @@ class EngineDied(PacelineError):
     """The device is lost: every request ended, and new ones are refused."""
 
 
-def shown(value: object, most: int = 80) -> str:
+def short_repr(value: object, most: int = 80) -> str:
     """A value as messages quote it: shortened, and never an error of its own."""
     try:
         text = repr(value)

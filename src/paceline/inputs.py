@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from paceline.errors import InvalidPrompt, shown
+from paceline.errors import InvalidPrompt, short_repr
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -20,7 +20,7 @@ def each_prompt(prompts: Any) -> list[Any]:
         return [prompts]
     if not _is_list(prompts):
         hint = "; make a list of it" if isinstance(prompts, Iterable) and not isinstance(prompts, bytes) else ""
-        raise InvalidPrompt(f"{FORMS}, or a list of these; got {shown(prompts)}{hint}")
+        raise InvalidPrompt(f"{FORMS}, or a list of these; got {short_repr(prompts)}{hint}")
     is_one = len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and not _is_list(_listed(prompts[0]))
     if is_one and prompts[0] is not None:
         return [prompts]
@@ -37,7 +37,7 @@ def read_prompt(prompt: Any) -> str | list[int]:
             raise InvalidPrompt("the prompt is empty; give at least one character")
         return prompt
     if not _is_list(prompt):
-        raise InvalidPrompt(f"{FORMS}; got {shown(prompt)}")
+        raise InvalidPrompt(f"{FORMS}; got {short_repr(prompt)}")
     if all(type(token) is int for token in prompt):
         return list(prompt)
     return [_token_id(token) for token in prompt]
@@ -61,10 +61,10 @@ def _from_mapping(prompt: Mapping[str, Any]) -> Any:
         raise InvalidPrompt("a message is no prompt; for messages use chat()")
     unknown = [key for key, value in prompt.items() if key not in ("prompt", "prompt_token_ids") and value is not None]
     if unknown:
-        raise InvalidPrompt(f"{FORMS}; {shown(unknown[0])} is not there")
+        raise InvalidPrompt(f"{FORMS}; {short_repr(unknown[0])} is not there")
     given = [value for value in (prompt.get("prompt"), prompt.get("prompt_token_ids")) if value is not None]
     if len(given) != 1:
-        raise InvalidPrompt(f"{FORMS}; give one of the two keys, got {shown(dict(prompt))}")
+        raise InvalidPrompt(f"{FORMS}; give one of the two keys, got {short_repr(dict(prompt))}")
     return given[0]
 
 
@@ -74,7 +74,7 @@ def _token_id(token: Any) -> int:
             raise TypeError
         return operator.index(token)
     except TypeError:
-        hint = "for messages use chat()" if isinstance(token, Mapping) else f"got {shown(token)}"
+        hint = "for messages use chat()" if isinstance(token, Mapping) else f"got {short_repr(token)}"
         raise InvalidPrompt(f"a prompt is text or a list of token ids, which are whole numbers; {hint}") from None
 
 

@@ -26,7 +26,7 @@ from paceline.drafters.speculative_config import SpeculativeConfig
 from paceline.drafters.speculative_config import read as read_speculative_config
 from paceline.engine.engine import Engine
 from paceline.engine.loop import CLOSED, Accepted, Delta, EngineThread, Event, Failed
-from paceline.errors import EngineClosed, InvalidParameter, shown
+from paceline.errors import EngineClosed, InvalidParameter, short_repr
 from paceline.inputs import Message, Prompt
 from paceline.models.load.hub import Progress
 from paceline.models.load.open_model import LoadedModel, choose_device
@@ -269,7 +269,7 @@ def _dtype_name(dtype: Any) -> str:
 def _word(field: str, value: Any) -> str:
     """A short text; which ones are known is checked where it is used."""
     if not isinstance(value, str) or len(value) > 40:
-        raise InvalidParameter(field, f"must be one of a few words, got {shown(value)}")
+        raise InvalidParameter(field, f"must be one of a few words, got {short_repr(value)}")
     return value
 
 

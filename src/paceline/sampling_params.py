@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.config import AUTO, MAX_INT, MAX_K, truth, whole_number
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 from paceline.text import structured_outputs
 from paceline.vllm_compat import SAMPLING, refuse
 
@@ -141,7 +141,7 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise InvalidParameter(
-                        name, f"token id {shown(token)} is outside the vocabulary (0 to {vocab_size - 1})"
+                        name, f"token id {short_repr(token)} is outside the vocabulary (0 to {vocab_size - 1})"
                     )
 
     def with_seed(self, seed: int) -> SamplingParams:
@@ -180,15 +180,15 @@ Check = Callable[[str, Any], Any]  # (field, value) -> the value in its plain fo
 def _real(allowed: str, holds: Callable[[float], bool]) -> Check:
     def check(name: str, value: Any) -> float:
         if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            raise InvalidParameter(name, f"must be a number {allowed}, got {shown(value)}")
+            raise InvalidParameter(name, f"must be a number {allowed}, got {short_repr(value)}")
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise InvalidParameter(name, f"must be a finite number {allowed}, got {shown(value)}")
+            raise InvalidParameter(name, f"must be a finite number {allowed}, got {short_repr(value)}")
         if not holds(number):
-            raise InvalidParameter(name, f"must be {allowed}, got {shown(value)}")
+            raise InvalidParameter(name, f"must be {allowed}, got {short_repr(value)}")
         return number
 
     return check
@@ -207,7 +207,7 @@ def _top_k(name: str, value: Any) -> int:
         return max(whole_number(name, value, -1, MAX_INT), 0)
     except InvalidParameter:
         raise InvalidParameter(
-            name, f"must be a whole number between 1 and {MAX_INT}, or 0 or -1 for off, got {shown(value)}"
+            name, f"must be a whole number between 1 and {MAX_INT}, or 0 or -1 for off, got {short_repr(value)}"
         ) from None
 
 
@@ -217,7 +217,7 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
             raise TypeError
         return tuple(value)
     except TypeError:  # also of an array without dimensions, which claims to be iterable
-        raise InvalidParameter(name, f"must be a list of {what}, got {shown(value)}") from None
+        raise InvalidParameter(name, f"must be a list of {what}, got {short_repr(value)}") from None
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -226,9 +226,9 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = _items(name, () if value is None else value, "strings")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidParameter(name, f"must hold non-empty strings only, got {shown(string)}")
+            raise InvalidParameter(name, f"must hold non-empty strings only, got {short_repr(string)}")
         if any("\ud800" <= character <= "\udfff" for character in string):  # bytes that were no text
-            raise InvalidParameter(name, f"{shown(string)} is not valid Unicode text")
+            raise InvalidParameter(name, f"{short_repr(string)} is not valid Unicode text")
     return strings
 
 
@@ -253,7 +253,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidParameter(name, f"must map token ids to numbers between -100 and 100, got {shown(value)}")
+        raise InvalidParameter(name, f"must map token ids to numbers between -100 and 100, got {short_repr(value)}")
     return None if not value else {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
 
 
@@ -262,13 +262,13 @@ def _speculation(name: str, value: Any) -> str | dict[str, Any] | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
-        raise InvalidParameter(name, f'must be a method or {{"method": ..., "k": ...}}, got {shown(value)}')
+        raise InvalidParameter(name, f'must be a method or {{"method": ..., "k": ...}}, got {short_repr(value)}')
     for key in value:
         if key not in ("method", "k"):
-            raise InvalidParameter(name, f"{shown(key)} is not understood; it takes method and k")
+            raise InvalidParameter(name, f"{short_repr(key)} is not understood; it takes method and k")
     chosen = dict(value)
     if "method" in chosen and not isinstance(chosen["method"], str):
-        raise InvalidParameter(name, f"method must be a name, got {shown(chosen['method'])}")
+        raise InvalidParameter(name, f"method must be a name, got {short_repr(chosen['method'])}")
     if chosen.get("k") == AUTO:
         chosen["k"] = None
     if chosen.get("k") is not None:

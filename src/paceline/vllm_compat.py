@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def refuse(given: Mapping[str, Any], table: Mapping[str, Theirs], known: Iterabl
             advice = f"did you mean {close[0]}?" if close else "see help()"
             raise InvalidParameter(name, f"{where} has no such argument; {advice}")
         if value is not None and not any(type(value) is type(same) and value == same for same in theirs.same):
-            raise InvalidParameter(name, f"{theirs.instead} (got {shown(value)})")
+            raise InvalidParameter(name, f"{theirs.instead} (got {short_repr(value)})")
 
 
 def split(theirs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

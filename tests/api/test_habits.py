@@ -19,7 +19,7 @@ import paceline
 from paceline import LLM, AsyncLLM, PacelineError, SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.speculative_config import read
-from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, shown
+from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, short_repr
 from paceline.text.chat_template import ChatTemplate
 from tests.helpers.tiny import save_tiny
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
 
 def name_of(value) -> str:
     """Without addresses: a test has the same name in every process."""
-    return re.sub("0x[0-9a-f]+", "0x", shown(value, 60))
+    return re.sub("0x[0-9a-f]+", "0x", short_repr(value, 60))
 
 
 def make(folder: Path | str, **options) -> LLM:

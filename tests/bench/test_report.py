@@ -313,15 +313,15 @@ def test_positions_seen_a_few_times_are_faded_with_their_counts() -> None:
 def test_the_page_has_what_others_report_too() -> None:
     sample = {"label": "auto", "prompt": NASTY, "pieces": [["plain ", False], [NASTY, True]]}
     times = Spread(p50=0.05, p90=0.071, p95=0.083, p99=0.12)
-    shown = cell(prompt_tokens_per_s=812.0, ttft_s=times)
+    short_repr = cell(prompt_tokens_per_s=812.0, ttft_s=times)
     settings = {"command": "paceline bench --quick"}
-    found = page(results(plain(), shown, sample=sample, settings=settings))
+    found = page(results(plain(), short_repr, sample=sample, settings=settings))
     for words in ("812", "71 ms", "83 ms", "paceline bench --quick", f"plain {NASTY}".split()[0]):
         assert words in found.text
     assert {"class": "accepted"} in found.all("span")
-    assert "<span>--quick</span>" in report.render(results(plain(), shown, settings=settings)), "a flag stays whole"
+    assert "<span>--quick</span>" in report.render(results(plain(), short_repr, settings=settings)), "a flag stays whole"
     assert "| ngram k=4 | 1 | 78.0 | 812 | 1.30× (1.23 to 1.37) | 1.60 | 50 ms / 120 ms |" in found.text
-    assert NASTY not in report.render(results(plain(), shown, sample=sample))
+    assert NASTY not in report.render(results(plain(), short_repr, sample=sample))
 
 
 def test_an_unfinished_run_and_short_cells_are_reported() -> None:
@@ -344,15 +344,15 @@ def test_prompts_that_were_left_out_are_reported() -> None:
 
 def test_the_report_notes_that_seeded_requests_follow_the_seeded_rule() -> None:
     given = {"draft_model": "small", "temperature": 0.8, "seed": 0}
-    for change, shown in (
+    for change, short_repr in (
         ({}, True),
         ({"temperature": 0.0}, False),
         ({"seed": None}, False),
         ({"draft_model": None}, False),
     ):
         found = results(plain(), cell(), settings={**given, **change})
-        assert ("judged by the seeded rule" in page(found).text) is shown
-        assert any("--seed none measures ordinary ones" in line for line in notes(found)) is shown
+        assert ("judged by the seeded rule" in page(found).text) is short_repr
+        assert any("--seed none measures ordinary ones" in line for line in notes(found)) is short_repr
 
 
 def test_loops_are_shown_apart() -> None:

@@ -49,8 +49,8 @@ SHORT_ANSWERS = ["generate Hello. --model smollm2 --max-tokens 16"]
 
 
 def test_there_are_commands_to_check() -> None:
-    shown = {words[1] for words in command_lines(README) if words[0] == "paceline"}
-    assert shown == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    short_repr = {words[1] for words in command_lines(README) if words[0] == "paceline"}
+    assert short_repr == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert {words[0] for words in COMMANDS} <= {
         "paceline",
         "pip",

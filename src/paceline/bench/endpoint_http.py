@@ -208,8 +208,8 @@ class Exchange(Generic[T]):
 
     def not_openai(self, expected: str, found: bytes | str) -> NotOpenAI:
         text = found.decode("utf-8", "replace") if isinstance(found, bytes) else found
-        shown = "an HTML page" if "<html" in text.lower() else repr(self.wire.clean(text)[:80] or "nothing")
-        problem = f"expected {expected}, got {shown}; is this an OpenAI-compatible server, and its port?"
+        short_repr = "an HTML page" if "<html" in text.lower() else repr(self.wire.clean(text)[:80] or "nothing")
+        problem = f"expected {expected}, got {short_repr}; is this an OpenAI-compatible server, and its port?"
         return NotOpenAI(self.url, problem)
 
     def _failure(self, error: Exception) -> EndpointError:

@@ -102,30 +102,30 @@ def demo(
 
 
 def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool) -> list[Round]:
-    shown = Screen(llm, quiet=as_json)
-    shown.title(llm)
+    short_repr = Screen(llm, quiet=as_json)
+    short_repr.title(llm)
     run(
-        llm, "Count to ten.", 8, speculation=NONE, shown=Screen(llm, quiet=True)
+        llm, "Count to ten.", 8, speculation=NONE, short_repr=Screen(llm, quiet=True)
     )  # warm-up: a process's first steps are slow
-    rounds = [compare(llm, name, text, max_tokens, shown) for name, text in prompts.items()]
-    shown.summary(rounds)
+    rounds = [compare(llm, name, text, max_tokens, short_repr) for name, text in prompts.items()]
+    short_repr.summary(rounds)
     if as_json:
         print_json({"model": llm.name, "method": llm.method, "rounds": [one.as_dict() for one in rounds]})
     return rounds
 
 
-def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Screen) -> Round:
-    shown.prompt(name, prompt)
-    shown.heading("speculatively")
-    speculative = run(llm, prompt, max_tokens, speculation=None, shown=shown)
-    shown.heading("plainly")
-    plain = run(llm, prompt, max_tokens, speculation=NONE, shown=shown)
+def compare(llm: LLM, name: str, prompt: str, max_tokens: int, short_repr: Screen) -> Round:
+    short_repr.prompt(name, prompt)
+    short_repr.heading("speculatively")
+    speculative = run(llm, prompt, max_tokens, speculation=None, short_repr=short_repr)
+    short_repr.heading("plainly")
+    plain = run(llm, prompt, max_tokens, speculation=NONE, short_repr=short_repr)
     result = Round(name, prompt, speculative, plain)
-    shown.verdict(result)
+    short_repr.verdict(result)
     return result
 
 
-def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, shown: Screen) -> Tally:
+def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, short_repr: Screen) -> Tally:
     from paceline.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
@@ -134,9 +134,9 @@ def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, show
         with closing(llm.stream(messages(None, prompt), params)) as chunks:
             for chunk in chunks:
                 tally.add(chunk)
-                shown.tokens(chunk.token_ids, chunk.kinds)
+                short_repr.tokens(chunk.token_ids, chunk.kinds)
     finally:
-        shown.end()
+        short_repr.end()
     return tally
 
 

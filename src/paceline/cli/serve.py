@@ -16,7 +16,7 @@ import typer
 from paceline.cli.options import REQUEST_FIELDS, RunOptions, with_options
 from paceline.cli.output import print_note
 from paceline.cli.speculation import speculation_arguments
-from paceline.errors import InvalidParameter, PacelineError, shown
+from paceline.errors import InvalidParameter, PacelineError, short_repr
 
 if TYPE_CHECKING:
     from paceline.server.state import ServerSettings
@@ -169,7 +169,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         host.encode("idna")  # as sockets do; they raise a TypeError of two words
     except UnicodeError as error:
-        raise InvalidParameter("host", f"cannot listen on {shown(host)}: it is not the name of a host") from error
+        raise InvalidParameter("host", f"cannot listen on {short_repr(host)}: it is not the name of a host") from error
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)

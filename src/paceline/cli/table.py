@@ -25,9 +25,9 @@ def print_table(
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
     several_lines = [_narrow(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
-    for shown, padding in ((headings, (0, 1)), (several_lines, (0, 1, 0, 0)), (several_lines, (0, 0))):
+    for short_repr, padding in ((headings, (0, 1)), (several_lines, (0, 1, 0, 0)), (several_lines, (0, 0))):
         table = Table(box=SIMPLE, title=title, padding=padding)
-        for heading, plain in zip(shown, headings, strict=True):
+        for heading, plain in zip(short_repr, headings, strict=True):
             aligned_left = plain == headings[0] or plain in left.split()
             table.add_column(heading, justify="left" if aligned_left else "right", no_wrap=True)
         for row in rows:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.config import AUTO, NONE, SpeculationConfig
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 
 if TYPE_CHECKING:
     from paceline.drafters.base import Drafter
@@ -276,10 +276,10 @@ def unknown_method(name: str, known: SequenceOf[str] | None = None) -> str:
     spelt = name.lower().replace("_", "-")
     ours = OTHER_NAMES.get(spelt, spelt)
     if ours in METHODS and ours != name:
-        return f"{shown(name)} is called {ours} here"
+        return f"{short_repr(name)} is called {ours} here"
     if spelt.rstrip("0123456789.") in ELSEWHERE:
         trained = ", ".join(each.name for each in METHODS.values() if "drafter" in each.needs)
-        return f"{shown(name)} is not available here; {AUTO} drafts without training, a trained one may be of {trained}"
+        return f"{short_repr(name)} is not available here; {AUTO} drafts without training, a trained one may be of {trained}"
     known = known or (*method_names(), AUTO)
     near = get_close_matches(spelt, known, n=1)
-    return f"{shown(name)} is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{short_repr(name)} is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

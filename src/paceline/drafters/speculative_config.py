@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.config import AUTO, NONE, SpeculationConfig, path_or_name
 from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, by_vllm_name, unknown_method
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 
 FIELD = "speculative_config"
 SEVERAL = ("draft_model", "drafter")  # options that a list gives one each
@@ -83,12 +83,12 @@ def _read_one(settings: Mapping[str, Any], base: SpeculationConfig) -> Speculati
             continue
         elif key in RENAMED:
             if not isinstance(setting, int) or isinstance(setting, bool):
-                raise InvalidParameter(FIELD, f"{key} must be a whole number, got {shown(setting)}")
+                raise InvalidParameter(FIELD, f"{key} must be a whole number, got {short_repr(setting)}")
             _refuse_without_meaning(key, RENAMED[key], changes["method"])
             changes[RENAMED[key]] = setting
         elif key != "method":
             raise InvalidParameter(
-                FIELD, f"{shown(key)} is not understood; known are method, model, {', '.join(RENAMED)}"
+                FIELD, f"{short_repr(key)} is not understood; known are method, model, {', '.join(RENAMED)}"
             )
     _refuse_given_twice(changes, base)
     if changes.get("ngram_max", base.ngram_max) < base.ngram_min:
@@ -108,7 +108,7 @@ def _refuse_given_twice(changes: Mapping[str, Any], base: SpeculationConfig) -> 
         beside = getattr(base, option)
         names = setting if isinstance(beside, str) or not isinstance(setting, str) else (setting,)
         if beside not in (getattr(unsaid, option), names) and (option, beside) != ("method", AUTO):
-            raise InvalidParameter(option, f"is {shown(beside)} and {shown(setting)} in {FIELD}; give it once")
+            raise InvalidParameter(option, f"is {short_repr(beside)} and {short_repr(setting)} in {FIELD}; give it once")
 
 
 def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
@@ -117,7 +117,7 @@ def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
         return DRAFT_MODEL if "model" in given else base.method
     name = given["method"]
     if not isinstance(name, str):
-        raise InvalidParameter(FIELD, f"method must be a name, got {shown(name)}")
+        raise InvalidParameter(FIELD, f"method must be a name, got {short_repr(name)}")
     method = by_vllm_name(name)
     if method is None:
         known = [each.vllm for each in METHODS.values() if each.vllm]
@@ -151,7 +151,7 @@ def _parse(value: SpeculativeConfig) -> Mapping[str, Any] | list[Mapping[str, An
     if isinstance(parsed, list | tuple) and all(isinstance(each, Mapping) for each in parsed):
         return list(parsed)
     kind = "a JSON object" if isinstance(value, str) else "a dict or a JSON object"
-    raise InvalidParameter(FIELD, f"must be {kind}, or a list of them, got {shown(value)}")
+    raise InvalidParameter(FIELD, f"must be {kind}, or a list of them, got {short_repr(value)}")
 
 
 def _brackets(model: Any) -> str | None:

@@ -10,7 +10,7 @@ from paceline.config import AUTO, NONE, EngineConfig, ModelConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters.methods import is_called
 from paceline.engine.policy.interface import wish
-from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, shown
+from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import Grammars
 from paceline.text.stop_strings import OutputText, TextDecoder
@@ -90,7 +90,7 @@ class Admission:
             raise InvalidParameter("speculation", "method none drafts nothing; leave k out or choose a method")
         if method != AUTO and not any(is_called(name, method) for name in self._methods):
             available = ", ".join((NONE, AUTO, *self._methods))
-            raise InvalidParameter("speculation", f"{shown(method)} is not available here; choose from {available}")
+            raise InvalidParameter("speculation", f"{short_repr(method)} is not available here; choose from {available}")
 
     def _check_prompt(self, prompt: SequenceOf[int]) -> None:
         if not prompt:
@@ -102,7 +102,7 @@ class Admission:
             )
         bad = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
         if bad is not None:
-            raise InvalidPrompt(f"token id {shown(bad)} is outside the model's vocabulary of {self._vocab_size}")
+            raise InvalidPrompt(f"token id {short_repr(bad)} is outside the model's vocabulary of {self._vocab_size}")
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Return each word as it is spelt at the start of a text and after a space: the tokens differ."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 
 JSONL = (".jsonl", ".json", ".ndjson")
 
@@ -47,7 +47,7 @@ def read_object(line: str, forms: Iterable[str], field: str, origin: str) -> tup
 
 def some_text(value: Any, what: str, field: str, origin: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise InvalidParameter(field, f"{origin}: {what} must be some text, got {shown(value)}")
+        raise InvalidParameter(field, f"{origin}: {what} must be some text, got {short_repr(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:  # "\\ud800" in the JSON

@@ -16,7 +16,7 @@ from paceline.errors import (
     PacelineError,
     QueueFull,
     RequestFailed,
-    shown,
+    short_repr,
 )
 from paceline.server.api.generation import TimeLimit
 
@@ -101,9 +101,9 @@ def from_http(error: HTTPException, method: str, path: str) -> dict[str, Any]:
         case 400:
             message = "the body is not valid JSON in UTF-8"
         case 404:
-            message = f"there is no {shown(path)} here; /openapi.json lists what there is"
+            message = f"there is no {short_repr(path)} here; /openapi.json lists what there is"
         case 405:
-            message = f"{shown(path)} does not take {method}; it takes {(error.headers or {}).get('Allow')}"
+            message = f"{short_repr(path)} does not take {method}; it takes {(error.headers or {}).get('Allow')}"
         case _:
             message = str(error.detail).lower()
     return {"error": {"message": _utf8(message), "type": kind, "param": None, "code": None}}

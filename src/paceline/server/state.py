@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, shown
+from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.generation import Generation
 from paceline.server.api.protocol import Sampling
@@ -46,7 +46,7 @@ class ServerSettings:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidParameter(
                     "cors_origin",
-                    f"{shown(origin)} is no origin; give scheme, host and port alone, such as https://example.org or "
+                    f"{short_repr(origin)} is no origin; give scheme, host and port alone, such as https://example.org or "
                     "http://localhost:3000, or * for any",
                 )
 
@@ -82,14 +82,14 @@ class State:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in (self.name, self.settings.engine.model):
-            raise ModelNotFound(f"model {shown(name)} is not served here; {self.name!r} is")
+            raise ModelNotFound(f"model {short_repr(name)} is not served here; {self.name!r} is")
 
     def check_tokens(self, field: str, tokens: list[int]) -> None:
         """Before they are sent: a message holds no number of more than 64 bits."""
         vocab = self.client.info["vocab_size"]
         bad = next((token for token in tokens if not 0 <= token < vocab), None)
         if bad is not None:
-            raise InvalidParameter(field, f"token id {shown(bad)} is outside the vocabulary of {vocab}")
+            raise InvalidParameter(field, f"token id {short_repr(bad)} is outside the vocabulary of {vocab}")
 
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         if isinstance(prompt, list):

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from paceline.errors import InvalidPrompt, PacelineError, shown
+from paceline.errors import InvalidPrompt, PacelineError, short_repr
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -69,7 +69,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     """A conversation as templates take it: content is text, also where it was given in parts."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidPrompt(
-            f"a conversation is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {shown(messages)}"
+            f"a conversation is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {short_repr(messages)}"
         )
     if not messages:
         raise InvalidPrompt("the conversation is empty; give at least one message")
@@ -78,12 +78,12 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _read_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidPrompt(f"a chat message is an object with role and content, found {shown(message)}")
+        raise InvalidPrompt(f"a chat message is an object with role and content, found {short_repr(message)}")
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "\n".join(_text_part(part) for part in content)
     if content is not None and not isinstance(content, str):
-        raise InvalidPrompt(f"the content of a message is text, or a list of parts of type text, got {shown(content)}")
+        raise InvalidPrompt(f"the content of a message is text, or a list of parts of type text, got {short_repr(content)}")
     return {**message, "content": content} if "content" in message else dict(message)
 
 
@@ -91,9 +91,9 @@ def _text_part(part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise InvalidPrompt(f"a part of a message's content is {{'type': 'text', 'text': ...}}, got {shown(part)}")
+        raise InvalidPrompt(f"a part of a message's content is {{'type': 'text', 'text': ...}}, got {short_repr(part)}")
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidPrompt(f"models read text here: a content part of type {shown(part.get('type'))} is not there")
+        raise InvalidPrompt(f"models read text here: a content part of type {short_repr(part.get('type'))} is not there")
     return str(part["text"])
 
 

@@ -131,8 +131,8 @@ class WindowStream(TokenStream):
         return self._new_text() if self._pending else ""
 
     def _new_text(self) -> str:
-        shown = self._decode(self._context) if self._context else ""
-        return self._decode(self._context + self._pending)[len(shown) :]
+        short_repr = self._decode(self._context) if self._context else ""
+        return self._decode(self._context + self._pending)[len(short_repr) :]
 
 
 def stream_factory(backend: Backend) -> StreamFactory:

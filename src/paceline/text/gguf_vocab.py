@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.errors import BrokenModel, UnsupportedModel, shown
+from paceline.errors import BrokenModel, UnsupportedModel, short_repr
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 Json = dict[str, Any]
@@ -60,7 +60,7 @@ def check_tokenizer_fields(metadata: Json, source: str) -> None:
     def check(name: str, wanted: str, fits: Callable[[Any], bool]) -> None:
         key = f"tokenizer.ggml.{name}"
         if metadata.get(key) is not None and not fits(metadata[key]):
-            raise BrokenModel(f"{source}: {key} must be {wanted}, found {shown(metadata[key])}")
+            raise BrokenModel(f"{source}: {key} must be {wanted}, found {short_repr(metadata[key])}")
 
     for name in TEXTS:
         check(name, "a text", lambda value: type(value) is str)

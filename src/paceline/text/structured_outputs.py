@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 ONE_LINE = "disable_any_whitespace"  # vLLM's name: JSON on one line, ", " and ": " between its parts
@@ -26,7 +26,7 @@ def check(name: str, value: Any) -> dict[str, Any] | None:
     given = {key: item for key, item in value.items() if item is not None and item is not False}
     one_line = given.pop(ONE_LINE, False)
     if unknown or len(given) != 1:
-        raise InvalidParameter(name, f"takes exactly one of {', '.join(KINDS)}; got {shown(dict(value))}")
+        raise InvalidParameter(name, f"takes exactly one of {', '.join(KINDS)}; got {short_repr(dict(value))}")
     ((kind, item),) = given.items()
     if one_line is not False and (one_line is not True or not kind.startswith("json")):
         raise InvalidParameter(name, f"{ONE_LINE} is true or false, and of json and json_object only")
@@ -34,13 +34,13 @@ def check(name: str, value: Any) -> dict[str, Any] | None:
         item = _json(name, "JSON schema" if kind == "json" else kind, item)
     elif kind == "choice":
         if isinstance(item, str) or not item or not all(isinstance(text, str) and text for text in item):
-            raise InvalidParameter(name, f"choice must be a list of non-empty strings, got {shown(item)}")
+            raise InvalidParameter(name, f"choice must be a list of non-empty strings, got {short_repr(item)}")
         item = list(item)
     elif kind == "json_object":
         if item is not True:
-            raise InvalidParameter(name, f"json_object is true or false, got {shown(item)}")
+            raise InvalidParameter(name, f"json_object is true or false, got {short_repr(item)}")
     elif not isinstance(item, str) or not item:
-        raise InvalidParameter(name, f"{kind} must be text, got {shown(item)}")
+        raise InvalidParameter(name, f"{kind} must be text, got {short_repr(item)}")
     if len(item if isinstance(item, str) else json.dumps(item)) > MAX_TEXT:
         raise InvalidParameter(name, f"the {kind} has more than {MAX_TEXT} characters")
     return {kind: item, ONE_LINE: True} if one_line else {kind: item}
@@ -55,7 +55,7 @@ def _json(name: str, what: str, value: Any) -> Any:
         except (ValueError, RecursionError) as error:
             raise InvalidParameter(name, f"the {what} is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise InvalidParameter(name, f"a {what} is an object, got {shown(value)}")
+        raise InvalidParameter(name, f"a {what} is an object, got {short_repr(value)}")
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

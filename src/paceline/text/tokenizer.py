@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, shown
+from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, short_repr
 from paceline.files.gguf import GGUFFile
 from paceline.text.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
 from paceline.text.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
@@ -154,7 +154,7 @@ class Tokenizer:
         template = self.chat_template(chat_template, with_tools=bool(known["tools"]))
         for message in read:
             if not template.knows_role(message["role"]):
-                raise InvalidPrompt(f"the role {shown(message['role'])} is not there; usual are {', '.join(ROLES)}")
+                raise InvalidPrompt(f"the role {short_repr(message['role'])} is not there; usual are {', '.join(ROLES)}")
         text = template.render(read, add_generation_prompt=add_generation_prompt, **known)
         return open_ended(text, read[-1]) if continue_final_message else text
 
@@ -163,7 +163,7 @@ class Tokenizer:
         if source is None:
             return self._template("tool_use" if with_tools and "tool_use" in self._sources else "default")
         if not isinstance(source, str):
-            raise InvalidParameter("chat_template", f"must be a template as text, got {shown(source)}")
+            raise InvalidParameter("chat_template", f"must be a template as text, got {short_repr(source)}")
         return _compiled(source)
 
     def _template(self, name: str) -> ChatTemplate:

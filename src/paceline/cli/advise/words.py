@@ -43,8 +43,8 @@ def sentences(advice: Advice) -> list[str]:
             lines.append(f"From {advice.stops_at} requests at once it gains nothing, and mostly drafts nothing.")
         else:
             lines.append(f"Switch it off from {advice.stops_at} requests at once.")
-    shown = next((reasons[level] for level in reasons), None)
-    return [*lines, *([shown] if shown else [])]
+    short_repr = next((reasons[level] for level in reasons), None)
+    return [*lines, *([short_repr] if short_repr else [])]
 
 
 def _what(advice: Advice, choice: Choice) -> str:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from paceline.errors import BrokenModel, UnsupportedModel, shown
+from paceline.errors import BrokenModel, UnsupportedModel, short_repr
 
 KEYS = ("quantization_config", "compression_config")  # the second is the older spelling of compressed-tensors
 INSTEAD = "take the unquantised model, a GGUF file, or a checkpoint of another method (W4A16, FP8, AWQ, GPTQ)"
@@ -77,7 +77,7 @@ def parse_quantization(raw: Json, source: str) -> Quantization | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise BrokenModel(f"{source}: quantization_config must be an object, found {shown(given)}")
+        raise BrokenModel(f"{source}: quantization_config must be an object, found {short_repr(given)}")
     fields = _Fields(given, source)
     method = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None)
     if not isinstance(method, str) or method not in METHODS:
@@ -92,11 +92,11 @@ class _Fields:
         self.given, self.source = given, source
 
     def refuse(self, key: str, why: str) -> NoReturn:
-        value = shown(self.given.get(key))
+        value = short_repr(self.given.get(key))
         raise UnsupportedModel(f"{self.source}: quantization_config with {key} {value} is not read: {why}; {INSTEAD}")
 
     def broken(self, key: str, wanted: str) -> NoReturn:
-        found = shown(self.given.get(key))
+        found = short_repr(self.given.get(key))
         raise BrokenModel(f"{self.source}: {key} of quantization_config must be {wanted}, found {found}")
 
     def one_of(self, key: str, *allowed: Any, default: Any = None) -> Any:
@@ -128,7 +128,7 @@ class _Fields:
             try:
                 re.compile(name.removeprefix(PATTERN) if name.startswith(PATTERN) else "")
             except re.error as error:
-                raise BrokenModel(f"{self.source}: {key}: {shown(name)} is not a regular expression") from error
+                raise BrokenModel(f"{self.source}: {key}: {short_repr(name)} is not a regular expression") from error
         return tuple(value)
 
     def child(self, key: str, of: Json | None = None) -> _Fields | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 from paceline.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.server.api.tool_calls import Style, forced_calls
 
@@ -291,7 +291,7 @@ class ChatRequest(Choices):
         for at, tool in enumerate(self.offered_tools):
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
             if name in functions:
-                raise InvalidParameter(f"tools.{at}", f"has the name of another tool, {shown(name)}")
+                raise InvalidParameter(f"tools.{at}", f"has the name of another tool, {short_repr(name)}")
             if schema is None:
                 schema = {"type": "object", "properties": {}}
             if not isinstance(schema, dict) or schema.get("type", "object") != "object":
@@ -300,8 +300,8 @@ class ChatRequest(Choices):
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             if name not in functions:
-                known = ", ".join(map(shown, functions)) or "none"
-                raise InvalidParameter("tool_choice", f"{shown(name)} is not among the tools; there are: {known}")
+                known = ", ".join(map(short_repr, functions)) or "none"
+                raise InvalidParameter("tool_choice", f"{short_repr(name)} is not among the tools; there are: {known}")
             return {name: functions[name]}
         if not functions:
             raise InvalidParameter("tool_choice", "a call is required, but no tools are given")
