@@ -33,7 +33,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.testing import context_logits, toy_config
 from paceline.text.grammar import Matcher
 from paceline.verify import Nodes, probabilities, process
-from paceline.verify.metadata import ControlsBuilder
+from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.drafters.block.dspark_reference import drafter_config, overfit_head, random_tensors
 from tests.drafters.block.dspark_reference import make as make_block_drafter
 from tests.drafters.eagle.eagles import toy_drafter
@@ -530,12 +530,12 @@ def exact_joint(logits_of, vocab_size, prompt, wanted, length):
         for tokens, mass in joint.items():
             sequence = Sequence("x", prompt, wanted, max_len=1000)
             sequence.tokens += tokens
-            controls = ControlsBuilder(vocab_size, frozenset(), torch.device("cpu")).controls([sequence])
+            metadata = SamplingMetadataBuilder(vocab_size, frozenset(), torch.device("cpu")).metadata([sequence])
             logits = torch.tensor([logits_of(tuple(sequence.tokens), vocab_size)])
             if wanted.structured_outputs is not None:
                 banned = [token for token in range(vocab_size) if not ToyGrammar.allows(tokens, token)]
                 logits[0, banned] = -torch.inf
-            p = probabilities(process(logits, controls, Nodes.roots(1)).double())[0].tolist()
+            p = probabilities(process(logits, metadata, Nodes.roots(1)).double())[0].tolist()
             longer |= {(*tokens, token): mass * share for token, share in enumerate(p) if share > 0}
         joint = longer
     return joint

@@ -168,7 +168,7 @@ class Rows:
             wanted["top_k"] = torch.full((size,), setting.top_k) if setting.top_k else None
         if setting.allowed:
             wanted["allowed"] = only_allowed(setting, torch.zeros(size, setting.target.vocab)) == 0
-        controls = package.Controls(**wanted)
+        metadata = package.SamplingMetadata(**wanted)
         asked = {}
         with _uniforms(setting.code.rng, coins, asked, size):
             verdict = package.verify(
@@ -176,7 +176,7 @@ class Rows:
                 self.logits[index].flatten(0, 1),
                 torch.where(used, row_of, -1),
                 nodes,
-                controls,
+                metadata,
                 draws,
                 max_depth=self.max_depth,
             )

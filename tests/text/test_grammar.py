@@ -16,7 +16,7 @@ from paceline.core.sequence import Sequence
 from paceline.errors import InvalidParameter
 from paceline.text.grammar import CACHE_BYTES, Grammars, masks_of
 from paceline.text.structured_outputs import ONE_LINE, WHITESPACE
-from paceline.verify import Controls, GrammarMasks, Nodes, edit
+from paceline.verify import SamplingMetadata, GrammarMasks, Nodes, edit
 
 SCHEMA = {
     "type": "object",
@@ -88,7 +88,7 @@ def test_a_mask_forbids_tokens_at_its_node_only() -> None:
     masks = GrammarMasks(bits=bits, row_of=torch.tensor([[0, 1], [-1, -1]]))
     seq, node = torch.tensor([0, 0, 1]), torch.tensor([-1, 0, -1])
     nodes = Nodes(seq=seq, node=node, depth=node + 1, path=torch.empty(3, 0, dtype=torch.int64))
-    edited = edit(torch.zeros(3, 4), Controls(grammar=masks), nodes)
+    edited = edit(torch.zeros(3, 4), SamplingMetadata(grammar=masks), nodes)
     forbidden = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
     assert (edited.isinf() == forbidden).all()
 

@@ -15,7 +15,7 @@ from paceline.core.draft import Proposal
 from paceline.core.rng import Lane
 from paceline.core.verdict import Kind
 from paceline.engine.sampler import Sampler
-from paceline.verify import Controls, DrawKind, Draws, Nodes, draw, probabilities, process, propose, route, verify
+from paceline.verify import SamplingMetadata, DrawKind, Draws, Nodes, draw, probabilities, process, propose, route, verify
 from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted
@@ -94,7 +94,7 @@ def mixed_batch(size, vocab, *, seed=0, dtype=torch.float64):
     """Greedy, seeded, deterministic, sampled chains and trees, under every kind of filter."""
     kinds = [("coins", "coins", "greedy", "seeded", "coins")[b % 5] for b in range(size)]
     shapes = [SHAPES[b % len(SHAPES)] for b in range(size)]
-    controls = Controls(
+    metadata = SamplingMetadata(
         temperature=torch.tensor([0.0 if kind == "greedy" else (0.9, 1.0, 1.7)[b % 3] for b, kind in enumerate(kinds)]),
         top_p=torch.tensor([(1.0, 0.9, 0.6, 0.3)[b % 4] for b in range(size)], dtype=torch.float64),
         min_p=torch.tensor([(0.0, 0.02)[b % 2] for b in range(size)]),
@@ -113,7 +113,7 @@ def mixed_batch(size, vocab, *, seed=0, dtype=torch.float64):
         greedy=[kind == "greedy" for kind in kinds],
         seeded=[kind == "seeded" for kind in kinds],
     )
-    return draft, logits, row_of, nodes, controls, draws
+    return draft, logits, row_of, nodes, metadata, draws
 
 
 def test_rows_of_all_kinds_are_judged_as_on_the_host(kernels_alone):
@@ -183,10 +183,10 @@ def test_the_filters_keep_what_the_host_keeps(kernels_alone, monkeypatch):
     logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(2)) * 3
     logits[:, ::4] = logits[:, 1::4][:, : logits[:, ::4].shape[1]]
     requests, nodes = asked_in_many_ways(size), Nodes.roots(size)
-    controls = controls_of(requests, vocab)
-    host = process(logits, controls, nodes)
+    metadata = controls_of(requests, vocab)
+    host = process(logits, metadata, nodes)
     monkeypatch.setattr("paceline.verify.dispatch.kernels", lambda tensor: _served(kernels_alone))
-    device = process(logits, controls, nodes)
+    device = process(logits, metadata, nodes)
     assert torch.equal(device, host)
     assert (host == -math.inf).any(1).sum() > size // 2
     error = (probabilities(device).double() - torch.softmax(host.double(), -1)).abs()
@@ -203,8 +203,8 @@ def test_a_row_is_the_same_bits_in_any_batch(kernels, small_splits):
     logits = torch.randn(3, 60, generator=torch.Generator().manual_seed(3)) * 4
 
     def p_of(rows):
-        controls = Controls(temperature=torch.tensor([1.0, 0.7, 0.0])[rows])
-        return probabilities(process(logits[rows], controls, Nodes.roots(logits[rows].shape[0])))
+        metadata = SamplingMetadata(temperature=torch.tensor([1.0, 0.7, 0.0])[rows])
+        return probabilities(process(logits[rows], metadata, Nodes.roots(logits[rows].shape[0])))
 
     assert torch.equal(p_of(slice(1, 2)), p_of(slice(0, 3))[1:2])
 
@@ -230,13 +230,13 @@ def test_a_drafter_proposes_what_it_proposes_on_the_host(kernels_alone, monkeypa
     logits = torch.randn(size, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 3
     nodes = replace(Nodes.roots(size), node=torch.arange(size) % 4, depth=torch.arange(size) % 4 + 1)
     asked = [Asked(temperature=0.5 + row / size, min_p=0.02 * (row % 5), bias={3: 2.0}) for row in range(size)]
-    controls, every = controls_of(asked, vocab), torch.arange(size)
+    metadata, every = controls_of(asked, vocab), torch.arange(size)
     for kind, coins in ((every % 3, True), (torch.full_like(every, DrawKind.SEEDED), False)):
         draws = Draws(key=every * 7, committed=every + 20, kind=kind, coins=coins)
         with monkeypatch.context() as patched:
-            host, p = propose(logits, controls, draws, nodes)
+            host, p = propose(logits, metadata, draws, nodes)
             patched.setattr("paceline.verify.dispatch.kernels", lambda tensor: _served(kernels_alone))
-            device, q = propose(logits, controls, draws, nodes)
+            device, q = propose(logits, metadata, draws, nodes)
         assert torch.equal(host, device)
         assert (q is None) == (p is None) is not coins
         if q is not None:
@@ -282,11 +282,11 @@ def test_a_draft_from_the_target_itself_is_accepted_whole(kernels):
         return torch.full(key.shape, highest, dtype=torch.float64, device=key.device)
 
     for dtype in (torch.float32, torch.float64):
-        draft, logits, row_of, nodes, controls, draws = sampled_batch(50, [chains(4)] * 50, spread=0.0, dtype=dtype)
+        draft, logits, row_of, nodes, metadata, draws = sampled_batch(50, [chains(4)] * 50, spread=0.0, dtype=dtype)
         assert torch.equal(row_of, draft.q.row_of.where(draft.q.row_of >= 0, row_of))
-        tempered = replace(controls, temperature=torch.full((50,), 0.7))
+        tempered = replace(metadata, temperature=torch.full((50,), 0.7))
         _, q = propose(logits, tempered, draws, nodes)
-        for asked, probs in ((controls, probabilities(logits)), (tempered, q)):
+        for asked, probs in ((metadata, probabilities(logits)), (tempered, q)):
             draft = replace(draft, q=Proposal(probs=probs, row_of=draft.q.row_of))
             verdict = verify(draft, logits, row_of, nodes, asked, draws, max_depth=4, source=hostile)
             assert (verdict.num_accepted == 4).all()

@@ -12,7 +12,7 @@ from paceline.engine.sampler import Sampler
 from paceline.platform.staging import Staging
 from paceline.verify import Form, Nodes, logprobs, processors, verify
 from paceline.verify.cuda.graphs import WIDTHS, GraphCache, rounded
-from paceline.verify.metadata import ControlsBuilder
+from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.verify import steps
 
 VOCAB, ROWS, SEQUENCES = 40, 24, 20
@@ -194,7 +194,7 @@ def test_a_rows_token_is_the_same_in_any_form(kernel, request):
     logits[3] = 0.0
     for asked in ("greedy", "sampled", "seeded", "top-p", "each its own"):
         sequences = steps.sequences_of(asked, 60)
-        builder = ControlsBuilder(60, frozenset({2}), torch.device("cpu"))
+        builder = SamplingMetadataBuilder(60, frozenset({2}), torch.device("cpu"))
         params, tokens = builder.params(sequences), []
         _, draws = builder.build(params)
         for form in range(params.form, len(Form)):

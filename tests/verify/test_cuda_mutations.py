@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.verify import Controls, Nodes, process, verify
+from paceline.verify import SamplingMetadata, Nodes, process, verify
 from tests.helpers.enumeration import chains
 from tests.verify import device
 from tests.verify.test_mutations import FOLDER, fresh
@@ -122,8 +122,8 @@ def mutant(folder, stem, old, new):
 def check_filters(code):
     """What a mutant's kernels leave of a few rows is what the host leaves."""
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(6))
-    controls = Controls(temperature=torch.tensor([0.7, 1.0, 1.3, 1.0]), top_k=torch.tensor([2, 0, 3, 1]))
-    assert torch.equal(code.process(logits, controls, Nodes.roots(4)), process(logits, controls, Nodes.roots(4)))
+    metadata = SamplingMetadata(temperature=torch.tensor([0.7, 1.0, 1.3, 1.0]), top_k=torch.tensor([2, 0, 3, 1]))
+    assert torch.equal(code.process(logits, metadata, Nodes.roots(4)), process(logits, metadata, Nodes.roots(4)))
 
 
 def run_check(by, code):

@@ -13,7 +13,7 @@ from paceline.core.draft import Draft, ancestors, clamp_trees
 from paceline.core.verdict import INVALID
 from paceline.engine.sampler import Sampler
 from paceline.models.backends.cpu.kernels import load_library, native_draw
-from paceline.verify import Controls, Draws, Nodes, draw, pick_weighted, process, verify
+from paceline.verify import SamplingMetadata, Draws, Nodes, draw, pick_weighted, process, verify
 from paceline.verify.host import TokenSampler
 from tests.helpers.enumeration import chains
 from tests.verify import steps
@@ -59,12 +59,12 @@ def test_a_row_without_numbers_is_found_and_others_are_as_they_were(path, asked,
 def test_a_draft_stops_at_a_node_without_numbers(path, walked, slot, shape):
     """Nothing is committed from such a node: the row ends there, INVALID, or before it."""
     drafted = (lambda b, slot: False) if walked else None
-    draft, logits, row_of, nodes, controls, draws = sampled_batch(120, [shape] * 120, drafted=drafted)
-    sound = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
+    draft, logits, row_of, nodes, metadata, draws = sampled_batch(120, [shape] * 120, drafted=drafted)
+    sound = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=3)
     ways = itertools.cycle(BROKEN)
     for row in range(0, 120, 2):
         spoil(logits, int(row_of[row, slot]), next(ways))
-    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
+    verdict = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=3)
     slots = torch.cat((torch.zeros(120, 1, dtype=torch.int64), verdict.path + 1), 1)
     at = slots.gather(1, verdict.num_accepted[:, None])[:, 0]
     spoiled = torch.arange(120) % 2 == 0
@@ -102,7 +102,7 @@ def test_a_ban_of_every_token_is_not_taken_for_a_broken_model():
     logits[:, 4] = 1.0
     every = torch.arange(2)
     draws, nodes = Draws.by_coins(every, every), Nodes.roots(2)
-    assert draw(process(logits, Controls(temperature=torch.ones(2)), nodes), draws, nodes).tolist() == [4, 4]
+    assert draw(process(logits, SamplingMetadata(temperature=torch.ones(2)), nodes), draws, nodes).tolist() == [4, 4]
 
 
 # --- trees that only the device knows ---

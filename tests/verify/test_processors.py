@@ -13,7 +13,7 @@ from paceline.core.draft import Draft
 from paceline.verify import (
     BadWords,
     Bias,
-    Controls,
+    SamplingMetadata,
     MinTokens,
     Nodes,
     Penalties,
@@ -179,14 +179,14 @@ def controls_of(requests, vocab=VOCAB, plain_parts=False):
     if plain_parts:
         parts = {}
     fallback = torch.tensor([fallback_of(asked) for asked in requests])
-    return Controls(temperature=floats("temperature"), fallback=fallback, **parts)
+    return SamplingMetadata(temperature=floats("temperature"), fallback=fallback, **parts)
 
 
-def p_of(logits, controls, nodes):
+def p_of(logits, metadata, nodes):
     """Rows of p; a greedy row as one-hot."""
-    processed = process(logits, controls, nodes)
+    processed = process(logits, metadata, nodes)
     p = probabilities(processed)
-    greedy = controls.temperature[nodes.seq] == 0
+    greedy = metadata.temperature[nodes.seq] == 0
     p[greedy] = torch.nn.functional.one_hot(processors.argmax(processed), logits.shape[1]).to(p.dtype)[greedy]
     return p
 
@@ -283,7 +283,7 @@ def test_a_node_is_processed_as_by_a_loop_of_one_token_calls(asked, drafted, par
 
 def test_unused_parts_cost_nothing_and_change_nothing():
     logits = torch.randn(3, VOCAB, dtype=torch.float64)
-    assert process(logits, Controls(), Nodes.roots(3)) is logits
+    assert process(logits, SamplingMetadata(), Nodes.roots(3)) is logits
     asked = [Asked(temperature=t) for t in (0.0, 0.7, 1.0)]
     full, plain = controls_of(asked), controls_of(asked, plain_parts=True)
     assert torch.equal(process(logits, full, Nodes.roots(3)), process(logits, plain, Nodes.roots(3)))

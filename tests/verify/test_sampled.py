@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Kind
-from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, process, route, verify
+from paceline.verify import SamplingMetadata, Draws, Nodes, Routes, probabilities, process, route, verify
 from paceline.verify.dispatch import moved
 from paceline.verify.tree import _postorder
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
@@ -78,8 +78,8 @@ def test_traversal_keeps_more_than_block():
 
 def test_on_a_chain_traversal_is_block_verification():
     """The same thresholds, hence the same verdict by the same coins."""
-    draft, logits, row_of, nodes, controls, draws = sampled_batch(500, [chains(3)] * 500, seed=3)
-    arguments = (draft, logits, row_of, nodes, controls, draws)
+    draft, logits, row_of, nodes, metadata, draws = sampled_batch(500, [chains(3)] * 500, seed=3)
+    arguments = (draft, logits, row_of, nodes, metadata, draws)
     rows = torch.arange(500)
     block = verify(*arguments, max_depth=3)
     traversal = verify(*arguments, max_depth=3, routes=Routes(walk=None, tree=rows))
@@ -91,7 +91,7 @@ def test_on_a_chain_traversal_is_block_verification():
 # --- batches drawn at random ---
 
 
-def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=0.7, controls=None, drafted=None):
+def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=0.7, metadata=None, drafted=None):
     """Drafts of these shapes, drawn from a q near the target's p. `drafted(b)` False: the row's q is withheld."""
     generator = torch.Generator().manual_seed(seed)
     rows, width = [], max(len(shape) for shape in shapes)
@@ -115,7 +115,7 @@ def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=
     row_of, nodes = flatten(draft)
     used = torch.arange(width + 1) <= draft.num_nodes[:, None]
     draws = Draws.by_coins(torch.arange(size) * 977 + seed, torch.arange(size) % 13)
-    return draft, logits[used], row_of, nodes, controls or Controls(), draws
+    return draft, logits[used], row_of, nodes, metadata or SamplingMetadata(), draws
 
 
 def test_a_draft_from_the_target_itself_is_accepted_whole_with_a_bonus():
@@ -134,8 +134,8 @@ def test_a_draft_from_the_target_itself_is_accepted_whole_with_a_bonus():
 
 def test_of_a_tree_from_the_target_itself_the_first_leaf_is_accepted():
     shape = [-1, -1, 0, 0, 1]
-    draft, logits, row_of, nodes, controls, draws = sampled_batch(300, [shape] * 300, spread=0.0)
-    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=2)
+    draft, logits, row_of, nodes, metadata, draws = sampled_batch(300, [shape] * 300, spread=0.0)
+    verdict = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=2)
     assert verdict.path.tolist() == [[0, 2]] * 300
     assert (verdict.kinds[:, 2] == Kind.BONUS).all()
 
@@ -149,7 +149,7 @@ def test_a_hostile_drafter_gets_nothing_accepted(shape):
     draft = replace(draft, q=replace(draft.q, probs=q / q.sum(-1, keepdim=True)), tokens=3 + draft.tokens % 3)
     logits = logits.clone()
     logits[:, 3:] = -math.inf
-    verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=3)
+    verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=3)
     assert not verdict.num_accepted.any()
     assert (verdict.tokens[:, 0] < 3).all()
     assert (verdict.kinds[:, 0] == Kind.RECOVERED).all()
@@ -164,7 +164,7 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
     kinds = [("coins", "coins", "greedy", "seeded", "coins")[b % 5] for b in range(size)]
     shapes = [SHAPES[b % len(SHAPES)] for b in range(size)]
     temperature = torch.tensor([0.0 if kind == "greedy" else 0.9 for kind in kinds])
-    controls = Controls(temperature=temperature, top_k=torch.arange(size) % 3 * 2)
+    metadata = SamplingMetadata(temperature=temperature, top_k=torch.arange(size) % 3 * 2)
     draft, logits, row_of, nodes, _, draws = sampled_batch(
         size, shapes, drafted=lambda b, slot: b % 7 != 3 and (b % 11 != 5 or slot == 0)
     )
@@ -177,7 +177,7 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
     routes = route(draft, of)
     assert min(len(routes.walk), len(routes.chain), len(routes.tree)) > 5
     assert all(kinds[b] == "coins" and shapes[b] for b in [*routes.chain.tolist(), *routes.tree.tolist()])
-    together = verify(draft, logits, row_of, nodes, controls, of, max_depth=4, num_logprobs=2)
+    together = verify(draft, logits, row_of, nodes, metadata, of, max_depth=4, num_logprobs=2)
     draft.validate(6)
     for b in range(size):
         rows = row_of[b][row_of[b] >= 0]
@@ -195,7 +195,7 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
             greedy=[kinds[b] == "greedy"],
             seeded=[kinds[b] == "seeded"],
         )
-        only = Controls(temperature=temperature[b : b + 1], top_k=controls.top_k[b : b + 1])
+        only = SamplingMetadata(temperature=temperature[b : b + 1], top_k=metadata.top_k[b : b + 1])
         verdict = verify(alone, logits[rows], own_rows, own_nodes, only, own, max_depth=4, num_logprobs=2)
         for name in ("tokens", "num_accepted", "path", "kinds"):
             assert torch.equal(getattr(verdict, name)[0], getattr(together, name)[b])
@@ -300,8 +300,8 @@ def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered):
     for at, harm in enumerate(harms):
         q[at::3, 1] = harm
     draft = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
-    controls = Controls(temperature=torch.ones(200), top_k=torch.full((200,), 4)) if filtered else Controls()
-    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
+    metadata = SamplingMetadata(temperature=torch.ones(200), top_k=torch.full((200,), 4)) if filtered else SamplingMetadata()
+    verdict = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=3)
     rows = torch.arange(200)
     assert ((verdict.tokens[rows, verdict.num_accepted] >= 0) & (verdict.tokens[rows, verdict.num_accepted] < 6)).all()
     # No child of node 0, whose q is broken. A tiny q is still one.
@@ -310,15 +310,15 @@ def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered):
 
 def test_a_chain_whose_q_is_no_number_ends_before_it_losslessly():
     """Node 0 keeps its full chance, and what follows it comes from p: as if nothing had been drafted there."""
-    draft, logits, row_of, nodes, controls, draws = sampled_batch(300, [chains(2)] * 300)
+    draft, logits, row_of, nodes, metadata, draws = sampled_batch(300, [chains(2)] * 300)
     q = draft.q.probs.clone().view(300, 3, 6)
     q[:, 1] = math.nan
     broken = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
     short = Draft.chains(draft.tokens[:, :1], torch.ones(300, dtype=torch.int64), 0)
     short = replace(short, q=replace(draft.q, row_of=draft.q.row_of[:, :2]))
     rows = row_of[:, :2]
-    long_verdict = verify(broken, logits, row_of, nodes, controls, draws, max_depth=2)
-    short_verdict = verify(short, logits, rows, nodes, controls, draws, max_depth=1)
+    long_verdict = verify(broken, logits, row_of, nodes, metadata, draws, max_depth=2)
+    short_verdict = verify(short, logits, rows, nodes, metadata, draws, max_depth=1)
     assert torch.equal(long_verdict.tokens[:, :2], short_verdict.tokens)
     assert short_verdict.num_accepted.unique().numel() == 2
 
@@ -340,8 +340,8 @@ def test_the_ratio_uses_the_very_tensor_that_was_sampled(monkeypatch):
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_cuda_device_judges_alike(filtered):
     size = 64
-    controls = Controls(temperature=torch.full((size,), 0.8), top_k=torch.full((size,), 4)) if filtered else None
-    arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], controls=controls)
+    metadata = SamplingMetadata(temperature=torch.full((size,), 0.8), top_k=torch.full((size,), 4)) if filtered else None
+    arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], metadata=metadata)
     here = verify(*arguments, max_depth=4)
     there = verify(*moved(arguments, "cuda"), max_depth=4)
     blind = moved(arguments, "cuda"), moved(route(arguments[0], arguments[5]), "cuda")

@@ -18,7 +18,7 @@ from paceline.core.draft import Draft, Proposal, ancestors
 from paceline.core.rng import gumbel_from, unit_row
 from paceline.core.verdict import Kind
 from paceline.models.backends.cpu.kernels import native_draw, open_library, runnable_variants
-from paceline.verify import Controls, Draws, Nodes, draw, process, verify
+from paceline.verify import SamplingMetadata, Draws, Nodes, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.sample import _pick, _pick_batch, pick, pick_seeded
 from tests.verify.steps import draws_of, gumbel_noise
@@ -111,7 +111,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
         def source(lane, key, committed, node, coins=coins):
             return coins[node + 1]
 
-        verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=draft.width, source=source)
+        verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=draft.width, source=source)
         said = tuple(verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist())
         for rest in itertools.product(range(VOCAB), repeat=3 - len(said)):  # the steps after this one, plainly
             whole = (*said, *rest)
@@ -137,7 +137,7 @@ def test_two_steps_through_the_real_coins_give_the_targets_distribution():
         contexts = zip(nodes.seq.tolist(), nodes.path.tolist(), strict=True)
         logits = torch.stack([table[(*said[live[s]], *[t for t in path if t >= 0])[:3]] for s, path in contexts])
         draws = Draws.by_coins(torch.tensor(live), torch.tensor([len(said[r]) for r in live]))
-        verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=2)
+        verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=2)
         for row, r in enumerate(live):
             said[r] = (*said[r], *verdict.tokens[row, : int(verdict.num_accepted[row]) + 1].tolist())
     statistic = 0.0
@@ -185,7 +185,7 @@ def by_argmax(walk_on_host):
 def the_long_way(draft, logits, row_of, max_depth, samplers, committed):
     zeros = torch.zeros(draft.batch, dtype=torch.int64)
     draws = Draws(key=zeros, committed=zeros)
-    return verify(draft, logits, torch.tensor(row_of), flatten(draft)[1], Controls(), draws, max_depth=max_depth)
+    return verify(draft, logits, torch.tensor(row_of), flatten(draft)[1], SamplingMetadata(), draws, max_depth=max_depth)
 
 
 def check_against_a_loop(walks, rows, drawn, draft, row_of):
@@ -286,11 +286,11 @@ def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfilter
             key, committed = torch.arange(4) + 10 * trial, torch.arange(4) * 7 + trial
             seeded = [trial % 2 == index % 2 for index in range(4)]
             draws = draws_of(key, committed, [t == 0 for t in temperatures], seeded)
-            controls = Controls(
+            metadata = SamplingMetadata(
                 temperature=torch.tensor(temperatures), fallback=torch.zeros(4, dtype=torch.int64), **filters
             )
-            told = verify(draft, logits, row_of, nodes, controls, draws, max_depth=7)
-            given = zip(controls.on_host, key.tolist(), seeded, strict=True)
+            told = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=7)
+            given = zip(metadata.on_host, key.tolist(), seeded, strict=True)
             samplers = [host.TokenSampler(temperature, *rest, *asked) for (temperature, *asked), *rest in given]
             found = host.walk_on_host(draft, logits, row_of.tolist(), 7, samplers, committed.tolist(), native)
             for name in ("tokens", "num_accepted", "path", "kinds"):
@@ -401,7 +401,7 @@ def test_plain_decoding_is_the_empty_draft(path):
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
     verdict = verify(
-        Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), Controls(), draws, max_depth=0, num_logprobs=1
+        Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), SamplingMetadata(), draws, max_depth=0, num_logprobs=1
     )
     assert verdict.tokens.tolist() == [[1], [0]]
     assert verdict.kinds.tolist() == [[Kind.BONUS], [Kind.BONUS]]
@@ -416,7 +416,7 @@ def test_logprobs_belong_to_the_rows_the_tokens_were_drawn_at():
     row_of, nodes = flatten(draft)
     logits = toy.rows([()], nodes)
     draws = Draws(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
-    verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=2, num_logprobs=2)
+    verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=2, num_logprobs=2)
     said = verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist()
     assert len(said) > 1
     for i, token in enumerate(said):
@@ -439,8 +439,8 @@ def generate(toy, kinds, drafts, length, seed=5):
             seeded=[kind == "seeded" for kind in kinds],
         )
         temperature = torch.tensor([0.0 if kind == "greedy" else 0.8 for kind in kinds])
-        controls = Controls(temperature=temperature, top_p=torch.full((len(kinds),), 0.95))
-        verdict = verify(draft, toy.rows(said, nodes), row_of, nodes, controls, draws, max_depth=max(draft.width, 1))
+        metadata = SamplingMetadata(temperature=temperature, top_p=torch.full((len(kinds),), 0.95))
+        verdict = verify(draft, toy.rows(said, nodes), row_of, nodes, metadata, draws, max_depth=max(draft.width, 1))
         for row, n in enumerate(verdict.num_accepted.tolist()):
             said[row] += tuple(verdict.tokens[row, : n + 1].tolist())
     return [s[1 : length + 1] for s in said]
@@ -488,7 +488,7 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
     for tokens, accepted in ((chain, 4), ([(t + 1) % 5 for t in chain], 0)):
         draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]))
         row_of, nodes = flatten(draft)
-        verdict = verify(draft, toy.rows([()], nodes), row_of, nodes, Controls(), draws, max_depth=4)
+        verdict = verify(draft, toy.rows([()], nodes), row_of, nodes, SamplingMetadata(), draws, max_depth=4)
         assert verdict.num_accepted.tolist() == [accepted]
         assert verdict.tokens[0, : min(accepted + 1, 4)].tolist() == chain[: accepted + 1]
 
@@ -549,9 +549,9 @@ def test_a_row_is_drawn_the_same_in_any_batch():
             greedy=[kind == "greedy" for kind in of],
             seeded=[kind == "seeded" for kind in of],
         )
-        controls = Controls(temperature=torch.tensor([0.0 if kind == "greedy" else 1.0 for kind in of]))
+        metadata = SamplingMetadata(temperature=torch.tensor([0.0 if kind == "greedy" else 1.0 for kind in of]))
         nodes = Nodes.roots(size)
-        return draw(process(logits[first:last], controls, nodes), draws, nodes).tolist()
+        return draw(process(logits[first:last], metadata, nodes), draws, nodes).tolist()
 
     alone = [drawn(row, row + 1)[0] for row in range(33)]
     for size in range(1, 34):
@@ -572,9 +572,9 @@ def test_a_cuda_device_draws_the_same_tokens():
             greedy=[row % 3 == 0 for row in range(24)],
             seeded=[row % 3 == 1 for row in range(24)],
         )
-        controls = Controls(temperature=temperature.to(device), top_p=top_p.to(device))
+        metadata = SamplingMetadata(temperature=temperature.to(device), top_p=top_p.to(device))
         nodes = Nodes.roots(24, device)
-        return draw(process(logits.to(device), controls, nodes), draws, nodes).tolist()
+        return draw(process(logits.to(device), metadata, nodes), draws, nodes).tolist()
 
     assert drawn("cuda") == drawn("cpu")
 

@@ -21,7 +21,7 @@ from paceline.platform.staging import Staging
 from paceline.verify import Nodes, edit, verify, with_logprobs
 from paceline.verify.cuda.graphs import GraphCache, StepKey
 from paceline.verify.host import walk_on_host
-from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, ControlsBuilder, Ints, StepParams
+from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, SamplingMetadataBuilder, Ints, StepParams
 
 PATHS = PENALISED | BAD_WORDS
 
@@ -31,7 +31,7 @@ class Sampler:
         self._device, self._on_host = device, device.type == "cpu"
         self.shortcut = True  # the walk on the host, or a graph; not while `prove` injects a fault
         self._native = kernels.draw_of(device)
-        self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
+        self._builder = SamplingMetadataBuilder(vocab_size, eos_token_ids, device)
         self._graphs = GraphCache(device, Staging(device))
         self._compiled = CompileCounter()
         self.time_is_typical = True  # nothing was compiled for the last step
@@ -119,10 +119,10 @@ class Sampler:
     def _uncaptured(
         self, params: StepParams, draft: Draft, logits: Tensor, row_of: Tensor, only_chains: bool
     ) -> Verdict:
-        controls, draws = self._builder.build(params, self._builder.masks(params, draft))
+        metadata, draws = self._builder.build(params, self._builder.masks(params, draft))
         on_device, there, nodes = self._on_device(params, draft, row_of)
         options = {"max_depth": draft.max_depth, "num_logprobs": params.num_logprobs, "only_chains": only_chains}
-        return verify(on_device, logits, there, nodes, controls, draws, **options)  # type: ignore[arg-type]
+        return verify(on_device, logits, there, nodes, metadata, draws, **options)  # type: ignore[arg-type]
 
     def _on_device(self, params: StepParams, draft: Draft, row_of: Tensor) -> tuple[Draft, Tensor, Nodes]:
         """Draft, rows and nodes where the logits are. Only penalties and bad words look at the path of a node."""

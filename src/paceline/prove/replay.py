@@ -27,7 +27,7 @@ from paceline.core.verdict import Verdict
 from paceline.prove.g_test import GTest, g_test
 from paceline.prove.tap import Seen, Step
 from paceline.sampling_params import SamplingParams
-from paceline.verify import Controls, Draws, Nodes, probabilities, process
+from paceline.verify import SamplingMetadata, Draws, Nodes, probabilities, process
 
 Verify = Callable[..., Verdict]
 CHUNK = 10_000  # rows of one call
@@ -75,10 +75,10 @@ class Fixed:
         for start in range(0, times, CHUNK):
             batch = min(CHUNK, times - start)
             drafts = _drafts(torch.tensor([self.tokens], device=device).expand(batch, -1).contiguous(), self.parents)
-            logits, controls = _inputs(self.logits, self.p, self.params, batch, processed)
+            logits, metadata = _inputs(self.logits, self.p, self.params, batch, processed)
             committed = torch.full((batch,), self.committed, device=device)
             keys = random_keys(batch, generator, device)
-            verdict = _call(verify, drafts, logits.repeat(batch, 1), controls, keys, committed)
+            verdict = _call(verify, drafts, logits.repeat(batch, 1), metadata, keys, committed)
             seen.add(verdict, torch.ones_like(verdict.num_accepted, dtype=torch.bool))
             stop = torch.cat((torch.full_like(verdict.path[:, :1], -1), verdict.path), 1)
             stop = stop.gather(1, verdict.num_accepted[:, None])[:, 0] + 1
@@ -159,8 +159,8 @@ class Stream:
         while live.shape[0]:
             now = length[live]
             draft, states = self._draft(now, drawn[live, (now - 1).clamp_min(0)], generator, k, tree)
-            logits, controls = _inputs(self.logits, self.p, self.params, live.shape[0], processed)
-            verdict = _call(verify, draft, logits[states.flatten()], controls, keys[live], now + COMMITTED)
+            logits, metadata = _inputs(self.logits, self.p, self.params, live.shape[0], processed)
+            verdict = _call(verify, draft, logits[states.flatten()], metadata, keys[live], now + COMMITTED)
             seen.add(verdict, draft.num_nodes > 0)
             for at in range(k + 1):
                 kept = at <= verdict.num_accepted
@@ -216,7 +216,7 @@ def perturbed(p: Tensor, generator: torch.Generator) -> Tensor:
 def exact_p(logits: Tensor, params: SamplingParams) -> Tensor:
     """(R, V) float64 of raw logits (R, V), by the real processors."""
     rows = Nodes.roots(logits.shape[0], logits.device)
-    return probabilities(process(logits, _controls(params, logits.shape[0], logits.device), rows).double())
+    return probabilities(process(logits, _metadata(params, logits.shape[0], logits.device), rows).double())
 
 
 def _left_by_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -224,21 +224,21 @@ def _left_by_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
     return (exact_p(logits, replace(params, top_p=1.0)) > 0).any(0)
 
 
-def _controls(params: SamplingParams, batch: int, device: torch.device) -> Controls:
+def _metadata(params: SamplingParams, batch: int, device: torch.device) -> SamplingMetadata:
     """As the engine would build them for `batch` requests with these parameters."""
     top_p = params.top_p if params.top_p is not None and params.top_p < 1 else None
-    return Controls(
+    return SamplingMetadata(
         temperature=torch.full((batch,), params.temperature or 0.0, device=device),
         top_k=torch.full((batch,), params.top_k, device=device) if params.top_k else None,
         top_p=torch.full((batch,), top_p, dtype=torch.float64, device=device) if top_p is not None else None,
     )
 
 
-def _inputs(logits: Tensor, p: Tensor, params: SamplingParams, batch: int, processed: bool) -> tuple[Tensor, Controls]:
+def _inputs(logits: Tensor, p: Tensor, params: SamplingParams, batch: int, processed: bool) -> tuple[Tensor, SamplingMetadata]:
     """Logits by slot or state, and the controls that go with them."""
     if processed:
-        return p.log().float(), Controls()
-    return logits, _controls(params, batch, logits.device)
+        return p.log().float(), SamplingMetadata()
+    return logits, _metadata(params, batch, logits.device)
 
 
 def _drafts(tokens: Tensor, parents: Sequence[int], q: Proposal | None = None) -> Draft:
@@ -252,13 +252,13 @@ def _drafts(tokens: Tensor, parents: Sequence[int], q: Proposal | None = None) -
     return Draft(tokens=tokens, parents=shape[0], depth=shape[1], num_nodes=counts, q=q)
 
 
-def _call(verify: Verify, draft: Draft, logits: Tensor, controls: Controls, key: Tensor, committed: Tensor) -> Verdict:
+def _call(verify: Verify, draft: Draft, logits: Tensor, metadata: SamplingMetadata, key: Tensor, committed: Tensor) -> Verdict:
     """The verifier as the engine's sampler calls it, every row full."""
     rows, slots = torch.arange(logits.shape[0], device=logits.device), draft.width + 1
     depth = int(draft.depth[0].max())
     nodes = Nodes.of(draft, rows // slots, rows % slots - 1, depth)
     draws = Draws.by_coins(key, committed)
-    return verify(draft, logits, rows.view(-1, slots), nodes, controls, draws, max_depth=depth)
+    return verify(draft, logits, rows.view(-1, slots), nodes, metadata, draws, max_depth=depth)
 
 
 def random_keys(count: int, generator: torch.Generator, device: torch.device) -> Tensor:

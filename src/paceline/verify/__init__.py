@@ -21,7 +21,7 @@ from paceline.verify.outcome import Stop, climb, has_children, outcome, take
 from paceline.verify.processors import (
     BadWords,
     Bias,
-    Controls,
+    SamplingMetadata,
     Form,
     GrammarMasks,
     MinTokens,
@@ -70,7 +70,7 @@ def verify(
     logits: Tensor,
     row_of: Tensor,
     nodes: Nodes,
-    controls: Controls,
+    metadata: SamplingMetadata,
     draws: Draws,
     *,
     max_depth: int,
@@ -85,17 +85,17 @@ def verify(
     `max_depth` bounds every depth; the verdict is that wide plus one. `routes`, where the host knows them, and
     `only_chains`, where it knows that no row branches, save a device some work; `source` returns coins.
     """
-    given = (draft, logits, row_of, nodes, controls, draws)
+    given = (draft, logits, row_of, nodes, metadata, draws)
     verdict = verify_rows(*given, max_depth=max_depth, routes=routes, only_chains=only_chains, source=source)
     return verdict if num_logprobs is None else with_logprobs(verdict, logits, row_of, num_logprobs, max_depth)
 
 
 @with_kernels
 def verify_rows(
-    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws,
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: Draws,
     *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
-    return _Judge(draft, logits, row_of, nodes, controls, draws, max_depth, source).verdict(routes)
+    return _Judge(draft, logits, row_of, nodes, metadata, draws, max_depth, source).verdict(routes)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Judge:
     logits: Tensor
     row_of: Tensor
     nodes: Nodes
-    controls: Controls
+    metadata: SamplingMetadata
     draws: Draws
     max_depth: int
     source: CoinSource
@@ -122,7 +122,7 @@ class _Judge:
         return verdicts[0][1] if len(verdicts) == 1 else _merge(verdicts, self.draft.batch)
 
     def walk(self, rows: Tensor) -> Verdict:
-        given = (self.draft, self.logits, self.row_of, self.nodes, self.controls, self.draws, rows)
+        given = (self.draft, self.logits, self.row_of, self.nodes, self.metadata, self.draws, rows)
         return walk(*given, max_depth=self.max_depth, source=self.source)
 
     def chain(self, rows: Tensor) -> Verdict:
@@ -159,8 +159,8 @@ class _Judge:
 
     def _processed(self, at: Tensor) -> Tensor:
         if at.shape[0] == 1:  # a view is as good: nothing writes into the logits
-            return process(self.logits[int(at) : int(at) + 1], self.controls, self.nodes.take(at))
-        return process(self.logits[at], self.controls, self.nodes.take(at))
+            return process(self.logits[int(at) : int(at) + 1], self.metadata, self.nodes.take(at))
+        return process(self.logits[at], self.metadata, self.nodes.take(at))
 
 
 def _merge(parts: list[tuple[Tensor, Verdict]], batch: int) -> Verdict:

@@ -20,7 +20,7 @@ from paceline.core.draft import Draft, sent
 from paceline.core.sequence import Sequence
 from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import masks_of
-from paceline.verify import BadWords, Bias, Controls, DrawKind, Draws, Form, GrammarMasks, MinTokens, Penalties
+from paceline.verify import BadWords, Bias, SamplingMetadata, DrawKind, Draws, Form, GrammarMasks, MinTokens, Penalties
 from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -136,7 +136,7 @@ class _Allowed(NamedTuple):
     fallback: int
 
 
-class ControlsBuilder:
+class SamplingMetadataBuilder:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, sorted(eos_token_ids), device
         self.columns = Columns()
@@ -169,14 +169,14 @@ class ControlsBuilder:
             columns.fill(req_index, sequence)
         return columns.samplers(sequences, range(len(sequences)))
 
-    def controls(self, sequences: SequenceOf[Sequence]) -> Controls:
+    def metadata(self, sequences: SequenceOf[Sequence]) -> SamplingMetadata:
         """The controls at the sequences' current lengths."""
         return self.build(self.params(sequences))[0]
 
     def draws(self, sequences: SequenceOf[Sequence]) -> Draws:
         return self.build(self.params(sequences))[1]
 
-    def build(self, of: StepParams, grammar: GrammarMasks | None = None) -> tuple[Controls, Draws]:
+    def build(self, of: StepParams, grammar: GrammarMasks | None = None) -> tuple[SamplingMetadata, Draws]:
         """On the device, in one copy. `grammar` masks p at the nodes of a draft; a drafter leaves it out."""
         on_device = sent(torch.from_numpy(np.vstack((of.columns[:SENT], of.lengths))), self._device)
         floats = on_device.view(torch.float64)
@@ -185,11 +185,11 @@ class ControlsBuilder:
             coins = bool((of.columns[KIND] == DrawKind.COIN).any())
             draws = Draws(key=on_device[KEY], committed=on_device[SENT], kind=on_device[KIND], coins=coins)
         filters = floats[TEMPERATURE], on_device[TOP_K], floats[TOP_P], floats[MIN_P]
-        return Controls.of(of.form, *filters, grammar=grammar, **self._edits(of)), draws
+        return SamplingMetadata.of(of.form, *filters, grammar=grammar, **self._edits(of)), draws
 
-    def edits(self, of: StepParams, grammar: GrammarMasks | None = None) -> Controls:
+    def edits(self, of: StepParams, grammar: GrammarMasks | None = None) -> SamplingMetadata:
         """Only the controls that change single logits."""
-        return Controls.of(Form.GREEDY, grammar=grammar, **self._edits(of))
+        return SamplingMetadata.of(Form.GREEDY, grammar=grammar, **self._edits(of))
 
     def masks(self, of: StepParams, draft: Draft) -> GrammarMasks | None:
         """Of sequences with a grammar, at every node. The draft's tokens are read, wherever they lie."""

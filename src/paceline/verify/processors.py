@@ -90,7 +90,7 @@ class Form(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Controls:
+class SamplingMetadata:
     """The parameters of S sequences. A part no sequence uses is None and costs nothing."""
 
     temperature: Tensor | None = None  # (S,), 0 = greedy; None: all are
@@ -113,9 +113,9 @@ class Controls:
         top_p: Tensor | None = None,
         min_p: Tensor | None = None,
         **edits: Any,
-    ) -> Controls:
+    ) -> SamplingMetadata:
         """With the columns of the form."""
-        return Controls(
+        return SamplingMetadata(
             temperature=temperature if form >= Form.DRAWS else None,
             top_k=top_k if form >= Form.TOP_K else None,
             top_p=top_p if form >= Form.FILTERS else None,
@@ -187,35 +187,35 @@ class Nodes:
 
 
 @with_kernels
-def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
+def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
     """(R, V) logits whose softmax is p; of a greedy row only the argmax matters. Never writes into its input."""
-    edited = edit(logits, controls, nodes)
-    if controls.temperature is None:
+    edited = edit(logits, metadata, nodes)
+    if metadata.temperature is None:
         return edited
     # The first step that writes makes a copy; later ones write into it.
-    return _sharpen(edited, controls, nodes, torch.empty_like(edited) if edited is logits else edited)
+    return _sharpen(edited, metadata, nodes, torch.empty_like(edited) if edited is logits else edited)
 
 
-def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
+def edit(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
     """Logits after penalties, biases and bans, of which a greedy row takes the argmax; the input if there are none."""
-    if controls.edits and logits.dtype.itemsize < 4:
+    if metadata.edits and logits.dtype.itemsize < 4:
         logits = logits.float()  # half precision cannot hold the sum of a logit and a bias
-    if controls.penalties is not None:
+    if metadata.penalties is not None:
         penalise = _penalise_rows if logits.is_cpu else _penalise
-        logits = penalise(logits, controls.penalties, nodes)
-    if controls.bias is not None:
-        tokens, values = controls.bias.tokens[nodes.seq], controls.bias.values[nodes.seq]
+        logits = penalise(logits, metadata.penalties, nodes)
+    if metadata.bias is not None:
+        tokens, values = metadata.bias.tokens[nodes.seq], metadata.bias.values[nodes.seq]
         logits = _add(logits, tokens, values.to(logits.dtype))
     banned = logits
-    if controls.allowed is not None:  # by subtraction: a logit that is no number stays one, and is noticed
-        banned = torch.where(controls.allowed[nodes.seq], banned, banned - torch.inf)
-    if controls.grammar is not None:
-        banned = _mask(banned, controls.grammar, nodes)
-    if controls.bad_words is not None:
-        banned = _ban(banned, *_bad_words(controls.bad_words, nodes))
-    if controls.min_tokens is not None:
-        banned = _ban(banned, *_ends(controls.min_tokens, nodes))
-    return logits if banned is logits else _allow_fallback_(banned, logits, controls.fallback, nodes)
+    if metadata.allowed is not None:  # by subtraction: a logit that is no number stays one, and is noticed
+        banned = torch.where(metadata.allowed[nodes.seq], banned, banned - torch.inf)
+    if metadata.grammar is not None:
+        banned = _mask(banned, metadata.grammar, nodes)
+    if metadata.bad_words is not None:
+        banned = _ban(banned, *_bad_words(metadata.bad_words, nodes))
+    if metadata.min_tokens is not None:
+        banned = _ban(banned, *_ends(metadata.min_tokens, nodes))
+    return logits if banned is logits else _allow_fallback_(banned, logits, metadata.fallback, nodes)
 
 
 @with_kernels
@@ -334,19 +334,19 @@ def _allow_fallback_(logits: Tensor, before: Tensor, fallback: Tensor | None, no
     return logits.scatter_(1, token[:, None], value)
 
 
-def _sharpen(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor) -> Tensor:
+def _sharpen(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes, out: Tensor) -> Tensor:
     """The distance to the row's highest logit, over the temperature, and the filters; row by row, since a row stays in
     the cache. No temperature overflows, and no filter can drop the highest; greedy rows are only shifted."""
     info = torch.finfo(logits.dtype)
     for source, target, seq in zip(logits, out, nodes.seq.tolist(), strict=True):
-        temperature, top_k, top_p, min_p = controls.on_host[seq]
+        temperature, top_k, top_p, min_p = metadata.on_host[seq]
         peak = float(source.amax())
         torch.sub(source, peak, out=target)
         if temperature == 0 or not math.isfinite(peak):  # greedy, or a row that is not finite
             continue
         if temperature != 1:
             target.div_(min(max(temperature, info.tiny), info.max))
-        if controls.filters:
+        if metadata.filters:
             _keep_(target, threshold(target.numpy(), top_k, top_p, min_p))
     return out
 

@@ -21,7 +21,7 @@ from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Verdict
 from paceline.verify.dispatch import with_kernels
 from paceline.verify.outcome import outcome, take
-from paceline.verify.processors import Controls, Nodes, argmax, probabilities, process
+from paceline.verify.processors import SamplingMetadata, Nodes, argmax, probabilities, process
 from paceline.verify.sample import pick, pick_seeded, pick_weighted
 
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
@@ -82,7 +82,7 @@ def walk(
     logits: Tensor,
     row_of: Tensor,
     nodes: Nodes,
-    controls: Controls,
+    metadata: SamplingMetadata,
     draws: Draws,
     rows: Tensor,
     *,
@@ -102,7 +102,7 @@ def walk(
     while True:
         at = row_of[torch.from_numpy(owner), torch.from_numpy(node + 1)]
         here = nodes.take(at)
-        drawn = draw(process(logits[at], controls, here), draws, here, source).numpy()
+        drawn = draw(process(logits[at], metadata, here), draws, here, source).numpy()
         children = used[owner] & (parents[owner] == node[:, None])
         agrees = children & (tokens[owner] == drawn[:, None])  # of equal siblings the first is taken
         last[live], leaf[live] = drawn, ~children.any(1)
@@ -122,12 +122,12 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
 
 @with_kernels
 def propose(
-    logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource = coin
+    logits: Tensor, metadata: SamplingMetadata, draws: Draws, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
     """(R,) a token for each row of a drafter's logits, and the q (R, V) they were drawn from, under the same parameters
     as verification; None where no sequence draws by coins. Coins are of a lane of their own; seeded and greedy rows
     draw the target's token if q equals p."""
-    processed = process(logits, controls, nodes)
+    processed = process(logits, metadata, nodes)
     if draws.kind is None or not draws.coins:
         return draw(processed, draws, nodes), None
     q, at = probabilities(processed), (draws.kind == DrawKind.COIN)[nodes.seq].nonzero()[:, 0]

@@ -23,7 +23,7 @@ from paceline.models.load.open_model import load_model
 from paceline.models.plan import PassPlan
 from paceline.testing import toy_config
 from paceline.verify import Nodes, probabilities, process, propose
-from paceline.verify.metadata import ControlsBuilder
+from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.helpers.contract_toys import (
     VOCAB,
     ByRequest,
@@ -230,9 +230,9 @@ def test_q_is_what_a_loop_of_single_tokens_under_the_requests_parameters_would_s
 def one_token_at_a_time(sequence, more):
     alone = Sequence("alone", sequence.tokens[: sequence.num_prompt], sequence.params, max_len=99)
     alone.tokens, alone.bad_words = [*sequence.tokens, *more], sequence.bad_words
-    controls = ControlsBuilder(VOCAB, frozenset(), torch.device("cpu")).controls([alone])
+    metadata = SamplingMetadataBuilder(VOCAB, frozenset(), torch.device("cpu")).metadata([alone])
     logits = torch.tensor([imitating(tuple(alone.tokens), VOCAB)], dtype=torch.float32)
-    return probabilities(process(logits, controls, Nodes.roots(1)))[0]
+    return probabilities(process(logits, metadata, Nodes.roots(1)))[0]
 
 
 def test_the_same_request_draws_another_draft_at_every_length_and_the_same_one_in_every_batch():

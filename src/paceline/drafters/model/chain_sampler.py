@@ -22,8 +22,8 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.sampling_params import SamplingParams
-from paceline.verify import Controls, DrawKind, Draws, Form, Nodes, propose
-from paceline.verify.metadata import KIND, ControlsBuilder
+from paceline.verify import SamplingMetadata, DrawKind, Draws, Form, Nodes, propose
+from paceline.verify.metadata import KIND, SamplingMetadataBuilder
 
 log = logging.getLogger("paceline")
 MOST_ROWS = 16  # of a graph
@@ -62,7 +62,7 @@ class ChainSampler:
         self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, after: UnreadVerdict | None
     ) -> None:
         params = graphs.builder.params(sequences)
-        self._controls, self._draws = graphs.builder.build(params)
+        self._metadata, self._draws = graphs.builder.build(params)
         if after is not None:
             (rows,) = packed_to(after.num_accepted.device, torch.tensor(after.rows))
             committed = self._draws.committed + after.num_accepted[rows] + 1
@@ -73,7 +73,7 @@ class ChainSampler:
         self._q = torch.empty(kept, len(sequences), graphs.vocab_size, device=graphs.device)
         self._graph = None if params.edits else graphs.of(params.form, len(sequences))
         if self._graph is not None:
-            self._graph.begin(self._controls, self._draws)
+            self._graph.begin(self._metadata, self._draws)
 
     def __call__(self, logits: Tensor, depth: int) -> Tensor:
         tokens, q = self._propose(logits, depth) if self._graph is None else self._graph.draw(logits)
@@ -85,7 +85,7 @@ class ChainSampler:
         """A logit that is not a number counts as 0, so q is finite without a check on the host."""
         depths = torch.full_like(self._seq, depth)
         nodes = Nodes(seq=self._seq, node=depths - 1, depth=depths, path=depths.new_empty(len(depths), 0))
-        return propose(logits.nan_to_num(), self._controls, self._draws, nodes)
+        return propose(logits.nan_to_num(), self._metadata, self._draws, nodes)
 
     def drafted(self, tokens: Tensor) -> Drafted:
         return Drafted(tokens, self._q.flatten(0, 1), self._coins) if self._coins else Drafted(tokens)
@@ -95,7 +95,7 @@ class SamplingGraphs:
     """One graph for each form and rounded number of rows, captured on first use, normally during the warm-up."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.builder = ControlsBuilder(vocab_size, frozenset(), device)
+        self.builder = SamplingMetadataBuilder(vocab_size, frozenset(), device)
         self.vocab_size, self.device = vocab_size, device
         self._made: dict[tuple[Form, int], SamplingGraph] = {}
         self._logits = torch.empty(0)  # the input of every graph: one is replayed at a time
@@ -122,15 +122,15 @@ class SamplingGraph:
         key, committed, kind, top_k = torch.zeros(4, rows + rows % 2, dtype=torch.int64, device=logits.device)[:, :rows]
         self._depth = torch.zeros_like(self._every)
         temperature, top_p, min_p = torch.ones(3, rows + rows % 2, dtype=torch.float64, device=logits.device)[:, :rows]
-        self._controls = Controls.of(form, temperature, top_k, top_p, min_p)
+        self._metadata = SamplingMetadata.of(form, temperature, top_k, top_p, min_p)
         self._draws = Draws(key=key, committed=committed, kind=kind)
         self._recorder, self._captures = recorder, logits.is_cuda
         self._captured: CudaGraph | None = None
 
-    def begin(self, controls: Controls, draws: Draws) -> None:
+    def begin(self, metadata: SamplingMetadata, draws: Draws) -> None:
         """Start drafts for these requests, at depth 0."""
         rows = len(draws.key)
-        shifted_kv = [(self._controls, controls, name) for name in ("temperature", "top_k", "top_p", "min_p")]
+        shifted_kv = [(self._metadata, metadata, name) for name in ("temperature", "top_k", "top_p", "min_p")]
         for mine, theirs, name in (*shifted_kv, *((self._draws, draws, name) for name in ("key", "committed", "kind"))):
             if (into := getattr(mine, name)) is not None:
                 into[:rows] = getattr(theirs, name)
@@ -152,8 +152,8 @@ class SamplingGraph:
     def _propose(self) -> tuple[Tensor, Tensor | None]:
         depth = self._depth.clone()
         nodes = Nodes(seq=self._every, node=depth - 1, depth=depth, path=depth.new_empty(len(depth), 0))
-        controls = replace(self._controls)  # a copy: controls cache host values on first read
-        drawn = propose(self._logits, controls, self._draws, nodes)
+        metadata = replace(self._metadata)  # a copy: controls cache host values on first read
+        drawn = propose(self._logits, metadata, self._draws, nodes)
         self._depth += 1
         return drawn
 

@@ -38,7 +38,7 @@ from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.models.plan import PassPlan, padded_tables, slots_of
 from paceline.models.warmup import drafting
 from paceline.verify import Nodes, propose
-from paceline.verify.metadata import ControlsBuilder
+from paceline.verify.metadata import SamplingMetadataBuilder
 
 PREPARED = 128  # largest batch of sequences for which passes are compiled and captured beforehand
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
@@ -99,7 +99,7 @@ class DraftModelDrafter:
         self.kv_layers: tuple[KVSpec, ...] = tuple(model.kv_specs)
         self._model, self._catch_up = model, catch_up
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self._builder = ControlsBuilder(config.vocab_size, self._eos, model.device)
+        self._builder = SamplingMetadataBuilder(config.vocab_size, self._eos, model.device)
         self._graphs = SamplingGraphs(config.vocab_size, model.device)
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
@@ -286,14 +286,14 @@ class DraftModelDrafter:
         chains, logits = self._read(rows)
         if not chains.rows:
             return Draft.empty(len(rows))
-        controls, draws = self._builder.build(self._builder.params(chains.sequences))
+        metadata, draws = self._builder.build(self._builder.params(chains.sequences))
         tables, active = self._tables(chains.sequences), 0
         coins = [row for row, one in enumerate(chains.sequences) if not one.params.greedy and one.params.seed is None]
         for depth in range(chains.counts[0]):
             active = chains.active(depth)
             if depth:
                 logits = self._extend(chains, active, depth, tables)
-            chains.tokens[:active, depth], q = propose(logits, controls, draws, chains.nodes(active, depth))
+            chains.tokens[:active, depth], q = propose(logits, metadata, draws, chains.nodes(active, depth))
             if q is not None and (drawn := [row for row in coins if row < active]):
                 chains.probs.append(q if len(drawn) == active else q[torch.tensor(drawn, device=q.device)])
                 chains.drawn += [(row, depth) for row in drawn]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.verify.cuda import tiles
 from paceline.verify.cuda.tiles import P, Tile, kernel, key_of, my_rows, owned_rows, programs, tempered
-from paceline.verify.processors import Controls, Nodes
+from paceline.verify.processors import SamplingMetadata, Nodes
 
 WAYS = tl.constexpr(8)
 _INTS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -26,16 +26,16 @@ _PASSES = {torch.float32: 11, torch.float64: 22}
 _LAST = {torch.float32: 0x7F7FFFFF, torch.float64: 0x7FEFFFFFFFFFFFFF}  # the key of the lowest finite number
 
 
-def cut(p: P, tile: Tile, controls: Controls, nodes: Nodes) -> Tensor:
+def cut(p: P, tile: Tile, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
     """(R,) the highest `key_of` of a token that is kept."""
-    assert controls.temperature is not None
-    search = _Search.of(p, tile, controls, nodes)
-    search.open(controls.top_k, fresh=True, count=True)
-    if controls.top_k is not None:
-        search.run(controls.top_k, count=True)
-    if controls.top_p is not None:
-        search.open(controls.top_p, fresh=False, count=False)
-        search.run(controls.top_p, count=False)
+    assert metadata.temperature is not None
+    search = _Search.of(p, tile, metadata, nodes)
+    search.open(metadata.top_k, fresh=True, count=True)
+    if metadata.top_k is not None:
+        search.run(metadata.top_k, count=True)
+    if metadata.top_p is not None:
+        search.open(metadata.top_p, fresh=False, count=False)
+        search.run(metadata.top_p, count=False)
     return search.high
 
 
@@ -54,12 +54,12 @@ class _Search:
     pick: Tensor  # (R,) int32, which part of the previous interval this one is
 
     @staticmethod
-    def of(p: P, tile: Tile, controls: Controls, nodes: Nodes) -> _Search:
-        assert controls.temperature is not None
+    def of(p: P, tile: Tile, metadata: SamplingMetadata, nodes: Nodes) -> _Search:
+        assert metadata.temperature is not None
         like = torch.empty_like
         low, high = (like(p.peak, dtype=_INTS[p.peak.dtype]) for _ in range(2))
         goal, pick = like(p.peak, dtype=torch.float64), like(p.peak, dtype=torch.int32)
-        return _Search(p, tile, nodes.seq, controls.temperature, controls.min_p, low, high, goal, pick)
+        return _Search(p, tile, nodes.seq, metadata.temperature, metadata.min_p, low, high, goal, pick)
 
     def open(self, wanted: Tensor | None, *, fresh: bool, count: bool) -> None:
         """Start from all tokens that min_p keeps (fresh), or from the cut made before."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.core.draft import Draft, Proposal
 from paceline.core.verdict import Verdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
-from paceline.verify.processors import Controls, Form, Nodes
+from paceline.verify.processors import SamplingMetadata, Form, Nodes
 from paceline.verify.walk import Draws
 
 log = logging.getLogger("paceline")
@@ -233,7 +233,7 @@ class GraphCache:
                 depth = torch.where(node >= 0, draft.depth[seq, node.clamp_min(0)], 0)
             nodes = Nodes(seq=seq, node=node, depth=depth, path=node.new_empty(key.rows, 0))
             options = {"max_depth": key.width, "only_chains": key.sampled}
-            return verify(draft, logits, at["row_of"], nodes, Controls.of(key.form, *filters), draws, **options)
+            return verify(draft, logits, at["row_of"], nodes, SamplingMetadata.of(key.form, *filters), draws, **options)
 
         return work
 

@@ -20,17 +20,17 @@ from paceline.verify.cuda.sampled import Sampled
 from paceline.verify.cuda.target_distribution import TargetDistribution
 from paceline.verify.cuda.walk import draw_tokens
 from paceline.verify.cuda.walk import walk as _walk
-from paceline.verify.processors import Controls, Nodes, edit
+from paceline.verify.processors import SamplingMetadata, Nodes, edit
 from paceline.verify.routes import Routes, masked
 from paceline.verify.walk import CoinSource, Draws
 
 
-def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
+def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
     """As processors.process."""
-    edited = edit(logits, controls, nodes)
-    if controls.temperature is None:
+    edited = edit(logits, metadata, nodes)
+    if metadata.temperature is None:
         return edited
-    return TargetDistribution.of(edited, controls, nodes).filtered(controls, nodes).write(probabilities=False)
+    return TargetDistribution.of(edited, metadata, nodes).filtered(metadata, nodes).write(probabilities=False)
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -40,15 +40,15 @@ def probabilities(logits: Tensor) -> Tensor:
 
 def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
     """As walk.draw."""
-    target = TargetDistribution.of(logits, Controls(), nodes)
+    target = TargetDistribution.of(logits, SamplingMetadata(), nodes)
     return draw_tokens(_for_coins(target, draws), draws, nodes, source)
 
 
 def propose(
-    logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource = coin
+    logits: Tensor, metadata: SamplingMetadata, draws: Draws, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
     """As walk.propose. A token is drawn from the same weights as q, as the walk draws from those of p."""
-    target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
+    target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes).filtered(metadata, nodes)
     if draws.kind is None or not draws.coins:
         return draw_tokens(_for_coins(target, draws), draws, nodes, source), None
     target = target.weighed()
@@ -57,13 +57,13 @@ def propose(
 
 
 def verify_rows(
-    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws,
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: Draws,
     *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
     """As verify.judge. Without routes the device sorts the rows, and each rule skips rows of other rules."""
-    target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes)
+    target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes)
     if draws.kind is not None:
-        target = target.filtered(controls, nodes)
+        target = target.filtered(metadata, nodes)
     only_walks = routes is None and (draft.q is None or draft.width == 0 or draws.kind is None or not draws.coins)
     target = _for_coins(target, draws) if only_walks else target.weighed()
     verdict = Verdict.blank(draft.batch, max_depth, logits.device)
@@ -105,4 +105,4 @@ def _for_coins(target: TargetDistribution, draws: Draws) -> TargetDistribution:
 
 
 def _plain(logits: Tensor) -> TargetDistribution:
-    return TargetDistribution.of(logits, Controls(), Nodes.roots(logits.shape[0], logits.device))
+    return TargetDistribution.of(logits, SamplingMetadata(), Nodes.roots(logits.shape[0], logits.device))

@@ -24,7 +24,7 @@ from paceline.verify.cuda.tiles import (
     summed,
     tempered,
 )
-from paceline.verify.processors import Controls, Nodes
+from paceline.verify.processors import SamplingMetadata, Nodes
 
 
 @dataclass(frozen=True)
@@ -38,27 +38,27 @@ class TargetDistribution:
     shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over the tokens kept
 
     @staticmethod
-    def of(logits: Tensor, controls: Controls, nodes: Nodes) -> TargetDistribution:
+    def of(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> TargetDistribution:
         """From logits to which penalties, biases and bans are already applied."""
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         tile, rows = Tile.of(logits), logits.shape[0]
         peak = logits.new_empty(rows, dtype=tile.torch_dtype)
-        scale = None if controls.temperature is None else torch.empty_like(peak)
+        scale = None if metadata.temperature is None else torch.empty_like(peak)
         best = torch.empty(rows, dtype=torch.int64, device=logits.device)
         p = P(logits, logits.stride(0), logits.shape[1], peak, scale)
         tops, places = peak.new_empty(rows, tile.splits), best.new_empty(rows, tile.splits)
         _peak[tile.grid(rows)](p, nodes.seq, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
         _row[(programs(rows),)](
-            p, tops, places, best, nodes.seq, controls.temperature, rows, tile.splits,
+            p, tops, places, best, nodes.seq, metadata.temperature, rows, tile.splits,
             tile.dtype, tiles.ROWS, tile.padded,
         )  # fmt: skip
         return TargetDistribution(p, tile, nodes.seq, best)
 
-    def filtered(self, controls: Controls, nodes: Nodes) -> TargetDistribution:
+    def filtered(self, metadata: SamplingMetadata, nodes: Nodes) -> TargetDistribution:
         """With the cut of the filters."""
-        if controls.temperature is None or not controls.filters:
+        if metadata.temperature is None or not metadata.filters:
             return self
-        return replace(self, p=self.p._replace(cut=cut(self.p, self.tile, controls, nodes)))
+        return replace(self, p=self.p._replace(cut=cut(self.p, self.tile, metadata, nodes)))
 
     def weighed(self, kind: Tensor | None = None) -> TargetDistribution:
         """With the sums that turn weights into probabilities. With `kind` (S,), how sequences draw: only the sums of
