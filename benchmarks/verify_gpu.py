@@ -24,7 +24,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.engine.sampler import Sampler
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, DrawKind, Draws, Nodes, Routes, probabilities, verify
+from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, Routes, probabilities, verify
 
 DEVICE = torch.device("cuda")
 
@@ -87,8 +87,8 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
     seq = torch.arange(rows, device=DEVICE).repeat_interleave(slots)
     node = torch.arange(-1, nodes, device=DEVICE).repeat(rows)
     key = torch.arange(rows, device=DEVICE) + 7
-    kind = DrawKind.GREEDY if case.greedy else DrawKind.SEEDED if case.seeded else DrawKind.COIN
-    draws = Draws(key=key, committed=key + 93, kind=None if case.greedy else torch.full_like(key, kind))
+    kind = SamplingMode.GREEDY if case.greedy else SamplingMode.SEEDED if case.seeded else SamplingMode.COIN
+    draws = DrawKeys(key=key, committed=key + 93, kind=None if case.greedy else torch.full_like(key, kind))
     metadata = SamplingMetadata(
         temperature=None if case.greedy else torch.ones(rows, device=DEVICE),
         top_p=None if case.top_p is None else torch.full((rows,), case.top_p, dtype=torch.float64, device=DEVICE),

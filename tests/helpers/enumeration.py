@@ -161,7 +161,7 @@ class Rows:
         nodes = package.Nodes.of(
             draft, torch.arange(size).repeat_interleave(slots), torch.arange(slots).repeat(size) - 1, self.max_depth
         )
-        draws = package.Draws.by_coins(torch.arange(size), torch.full((size,), self.committed))
+        draws = package.DrawKeys.by_coins(torch.arange(size), torch.full((size,), self.committed))
         wanted = {}
         if setting.temperature is not None:
             wanted["temperature"] = torch.full((size,), setting.temperature, dtype=torch.float64)

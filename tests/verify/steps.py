@@ -10,7 +10,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import Logprobs
 from paceline.sampling_params import SamplingParams
-from paceline.verify import DrawKind, Draws
+from paceline.verify import SamplingMode, DrawKeys
 
 ASKED = {
     "greedy": [{"temperature": 0.0}],
@@ -33,12 +33,12 @@ def sequences_of(asked, count):
 
 
 def draws_of(key, committed, greedy, seeded):
-    """`Draws` of sequences that are greedy, seeded, or draw by coins."""
+    """`DrawKeys` of sequences that are greedy, seeded, or draw by coins."""
     kinds = [
-        DrawKind.GREEDY if one else DrawKind.SEEDED if two else DrawKind.COIN
+        SamplingMode.GREEDY if one else SamplingMode.SEEDED if two else SamplingMode.COIN
         for one, two in zip(greedy, seeded, strict=True)
     ]
-    return Draws(key=key, committed=committed, kind=torch.tensor(kinds, device=key.device))
+    return DrawKeys(key=key, committed=committed, kind=torch.tensor(kinds, device=key.device))
 
 
 def gumbel_noise(seeds, positions, vocab):

@@ -15,7 +15,7 @@ from paceline.core.draft import Proposal
 from paceline.core.rng import Lane
 from paceline.core.verdict import Kind
 from paceline.engine.sampler import Sampler
-from paceline.verify import SamplingMetadata, DrawKind, Draws, Nodes, draw, probabilities, process, propose, route, verify
+from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, draw, probabilities, process, propose, route, verify
 from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted
@@ -212,7 +212,7 @@ def test_a_row_is_the_same_bits_in_any_batch(kernels, small_splits):
 def test_the_first_of_equal_logits_wins_across_splits(kernels, small_splits, a_row_a_program):
     logits = torch.zeros(2, 50)
     logits[0, [33, 40]] = 1.0
-    draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
+    draws = DrawKeys(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
     assert draw(logits, draws, Nodes.roots(2)).tolist() == [33, 0]
 
 
@@ -220,7 +220,7 @@ def test_coins_at_the_very_ends_pick_tokens_of_positive_probability(kernels, sma
     logits = torch.full((4, 60), -math.inf, dtype=torch.float64)
     logits[:, 20], logits[:, 37], logits[:, 41] = 0.0, -200.0, 1.0
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53, 0.1, 0.9], dtype=torch.float64)
-    draws = Draws.by_coins(torch.arange(4), torch.arange(4))
+    draws = DrawKeys.by_coins(torch.arange(4), torch.arange(4))
     said = draw(logits, draws, Nodes.roots(4), lambda lane, key, committed, node: ends.to(key.device))
     assert said.tolist() == [20, 41, 20, 41]
 
@@ -231,8 +231,8 @@ def test_a_drafter_proposes_what_it_proposes_on_the_host(kernels_alone, monkeypa
     nodes = replace(Nodes.roots(size), node=torch.arange(size) % 4, depth=torch.arange(size) % 4 + 1)
     asked = [Asked(temperature=0.5 + row / size, min_p=0.02 * (row % 5), bias={3: 2.0}) for row in range(size)]
     metadata, every = controls_of(asked, vocab), torch.arange(size)
-    for kind, coins in ((every % 3, True), (torch.full_like(every, DrawKind.SEEDED), False)):
-        draws = Draws(key=every * 7, committed=every + 20, kind=kind, coins=coins)
+    for kind, coins in ((every % 3, True), (torch.full_like(every, SamplingMode.SEEDED), False)):
+        draws = DrawKeys(key=every * 7, committed=every + 20, kind=kind, coins=coins)
         with monkeypatch.context() as patched:
             host, p = propose(logits, metadata, draws, nodes)
             patched.setattr("paceline.verify.dispatch.kernels", lambda tensor: _served(kernels_alone))

@@ -13,7 +13,7 @@ from paceline.core.draft import Draft, ancestors, clamp_trees
 from paceline.core.verdict import INVALID
 from paceline.engine.sampler import Sampler
 from paceline.models.backends.cpu.kernels import load_library, native_draw
-from paceline.verify import SamplingMetadata, Draws, Nodes, draw, pick_weighted, process, verify
+from paceline.verify import SamplingMetadata, DrawKeys, Nodes, draw, pick_weighted, process, verify
 from paceline.verify.host import TokenSampler
 from tests.helpers.enumeration import chains
 from tests.verify import steps
@@ -101,7 +101,7 @@ def test_a_ban_of_every_token_is_not_taken_for_a_broken_model():
     logits = torch.full((2, 6), -torch.inf)
     logits[:, 4] = 1.0
     every = torch.arange(2)
-    draws, nodes = Draws.by_coins(every, every), Nodes.roots(2)
+    draws, nodes = DrawKeys.by_coins(every, every), Nodes.roots(2)
     assert draw(process(logits, SamplingMetadata(temperature=torch.ones(2)), nodes), draws, nodes).tolist() == [4, 4]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Kind
-from paceline.verify import SamplingMetadata, Draws, Nodes, Routes, probabilities, process, route, verify
+from paceline.verify import SamplingMetadata, DrawKeys, Nodes, Routes, probabilities, process, route, verify
 from paceline.verify.dispatch import moved
 from paceline.verify.tree import _postorder
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
@@ -114,7 +114,7 @@ def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=
     draft = replace(batch_of(rows, width), q=Proposal(probs=q.flatten(0, 1), row_of=row_of_q))
     row_of, nodes = flatten(draft)
     used = torch.arange(width + 1) <= draft.num_nodes[:, None]
-    draws = Draws.by_coins(torch.arange(size) * 977 + seed, torch.arange(size) % 13)
+    draws = DrawKeys.by_coins(torch.arange(size) * 977 + seed, torch.arange(size) % 13)
     return draft, logits[used], row_of, nodes, metadata or SamplingMetadata(), draws
 
 

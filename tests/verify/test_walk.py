@@ -18,7 +18,7 @@ from paceline.core.draft import Draft, Proposal, ancestors
 from paceline.core.rng import gumbel_from, unit_row
 from paceline.core.verdict import Kind
 from paceline.models.backends.cpu.kernels import native_draw, open_library, runnable_variants
-from paceline.verify import SamplingMetadata, Draws, Nodes, draw, process, verify
+from paceline.verify import SamplingMetadata, DrawKeys, Nodes, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.sample import _pick, _pick_batch, pick, pick_seeded
 from tests.verify.steps import draws_of, gumbel_noise
@@ -101,7 +101,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
     rows = logits.shape[0]
     stretches = torch.softmax(logits, -1)
     middles = stretches.cumsum(-1) - stretches / 2
-    draws = Draws.by_coins(torch.zeros(1), torch.zeros(1))
+    draws = DrawKeys.by_coins(torch.zeros(1), torch.zeros(1))
     joint = dict.fromkeys(itertools.product(range(VOCAB), repeat=3), 0.0)
     for outcome in itertools.product(range(VOCAB), repeat=rows):
         at = torch.tensor(outcome)[:, None]
@@ -136,7 +136,7 @@ def test_two_steps_through_the_real_coins_give_the_targets_distribution():
         row_of, nodes = flatten(draft)
         contexts = zip(nodes.seq.tolist(), nodes.path.tolist(), strict=True)
         logits = torch.stack([table[(*said[live[s]], *[t for t in path if t >= 0])[:3]] for s, path in contexts])
-        draws = Draws.by_coins(torch.tensor(live), torch.tensor([len(said[r]) for r in live]))
+        draws = DrawKeys.by_coins(torch.tensor(live), torch.tensor([len(said[r]) for r in live]))
         verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=2)
         for row, r in enumerate(live):
             said[r] = (*said[r], *verdict.tokens[row, : int(verdict.num_accepted[row]) + 1].tolist())
@@ -184,7 +184,7 @@ def by_argmax(walk_on_host):
 
 def the_long_way(draft, logits, row_of, max_depth, samplers, committed):
     zeros = torch.zeros(draft.batch, dtype=torch.int64)
-    draws = Draws(key=zeros, committed=zeros)
+    draws = DrawKeys(key=zeros, committed=zeros)
     return verify(draft, logits, torch.tensor(row_of), flatten(draft)[1], SamplingMetadata(), draws, max_depth=max_depth)
 
 
@@ -399,7 +399,7 @@ def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
 
 def test_plain_decoding_is_the_empty_draft(path):
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
-    draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
+    draws = DrawKeys(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
     verdict = verify(
         Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), SamplingMetadata(), draws, max_depth=0, num_logprobs=1
     )
@@ -415,7 +415,7 @@ def test_logprobs_belong_to_the_rows_the_tokens_were_drawn_at():
     toy, draft = Toy(seed=2), tree([0, 1, 2, 0, 1], [-1, -1, -1, 0, 0])
     row_of, nodes = flatten(draft)
     logits = toy.rows([()], nodes)
-    draws = Draws(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
+    draws = DrawKeys(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
     verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=2, num_logprobs=2)
     said = verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist()
     assert len(said) > 1
@@ -484,7 +484,7 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
     for _ in range(4):
         chain.append(int(toy.logits(said).argmax()))
         said = (*said, chain[-1])
-    draws = Draws(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
+    draws = DrawKeys(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
     for tokens, accepted in ((chain, 4), ([(t + 1) % 5 for t in chain], 0)):
         draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]))
         row_of, nodes = flatten(draft)

@@ -20,7 +20,7 @@ from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify
 from paceline.prove.subject import on_engine, patched, slots_held
-from paceline.verify import SamplingMetadata, DrawKind, Draws, Nodes, probabilities, process, verify
+from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, probabilities, process, verify
 from paceline.verify.outcome import has_children
 
 BIAS = 0.03  # total variation of the first token
@@ -52,14 +52,14 @@ def injected(llm: LLM, fault: str | None) -> Iterator[Verify]:
 
 
 def _biased(
-    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: Draws, **rest: Any
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys, **rest: Any
 ) -> Verdict:
     """Where the likeliest token was committed first, commit the second likeliest instead, in 3 of 100 steps overall."""
     verdict = verify(draft, logits, row_of, nodes, metadata, draws, **rest)
     p = probabilities(process(logits[row_of[:, 0]], metadata, nodes.take(row_of[:, 0])))
     best = p.topk(2, -1)
     moved = torch.rand(p.shape[0], device=p.device) < BIAS / best.values[:, 0].clamp_min(BIAS)
-    moved &= draws.by(DrawKind.COIN) & (verdict.tokens[:, 0] == best.indices[:, 0])
+    moved &= draws.by(SamplingMode.COIN) & (verdict.tokens[:, 0] == best.indices[:, 0])
     tokens, kinds, path = verdict.tokens.clone(), verdict.kinds.clone(), verdict.path.clone()
     tokens[moved, 0], tokens[moved, 1:] = best.indices[moved, 1], -1
     kinds[moved, 0], kinds[moved, 1:] = int(Kind.RECOVERED), int(Kind.PAD)

@@ -27,7 +27,7 @@ from paceline.core.verdict import Verdict
 from paceline.prove.g_test import GTest, g_test
 from paceline.prove.tap import Seen, Step
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, Draws, Nodes, probabilities, process
+from paceline.verify import SamplingMetadata, DrawKeys, Nodes, probabilities, process
 
 Verify = Callable[..., Verdict]
 CHUNK = 10_000  # rows of one call
@@ -257,7 +257,7 @@ def _call(verify: Verify, draft: Draft, logits: Tensor, metadata: SamplingMetada
     rows, slots = torch.arange(logits.shape[0], device=logits.device), draft.width + 1
     depth = int(draft.depth[0].max())
     nodes = Nodes.of(draft, rows // slots, rows % slots - 1, depth)
-    draws = Draws.by_coins(key, committed)
+    draws = DrawKeys.by_coins(key, committed)
     return verify(draft, logits, rows.view(-1, slots), nodes, metadata, draws, max_depth=depth)
 
 

@@ -36,7 +36,7 @@ from paceline.verify.processors import (
 from paceline.verify.routes import Routes, route
 from paceline.verify.sample import pick, pick_weighted
 from paceline.verify.tree import tree
-from paceline.verify.walk import CoinSource, DrawKind, Draws, draw, propose, walk
+from paceline.verify.walk import CoinSource, SamplingMode, DrawKeys, draw, propose, walk
 
 __all__ = [
     "BadWords",
@@ -71,7 +71,7 @@ def verify(
     row_of: Tensor,
     nodes: Nodes,
     metadata: SamplingMetadata,
-    draws: Draws,
+    draws: DrawKeys,
     *,
     max_depth: int,
     num_logprobs: int | None = None,
@@ -92,7 +92,7 @@ def verify(
 
 @with_kernels
 def verify_rows(
-    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: Draws,
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys,
     *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
     return _Judge(draft, logits, row_of, nodes, metadata, draws, max_depth, source).verdict(routes)
@@ -107,7 +107,7 @@ class _Judge:
     row_of: Tensor
     nodes: Nodes
     metadata: SamplingMetadata
-    draws: Draws
+    draws: DrawKeys
     max_depth: int
     source: CoinSource
 

@@ -20,12 +20,12 @@ from paceline.core.draft import Draft, sent
 from paceline.core.sequence import Sequence
 from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import masks_of
-from paceline.verify import BadWords, Bias, SamplingMetadata, DrawKind, Draws, Form, GrammarMasks, MinTokens, Penalties
+from paceline.verify import BadWords, Bias, SamplingMetadata, SamplingMode, DrawKeys, Form, GrammarMasks, MinTokens, Penalties
 from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-# Rows of the columns: noise key, `DrawKind`, temperature, top_k, top_p, min_p; then `Form` and the bits of EXTRA.
+# Rows of the columns: noise key, `SamplingMode`, temperature, top_k, top_p, min_p; then `Form` and the bits of EXTRA.
 KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
 PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # of EXTRA
@@ -56,7 +56,7 @@ class Columns:
         temperature, top_k = p.temperature or 0.0, min(max(p.top_k or 0, 0), MOST_TOP_K)
         top_p, min_p = 1.0 if p.top_p is None else p.top_p, p.min_p or 0.0
         ints[KEY] = sequence.noise_key
-        ints[KIND] = DrawKind.GREEDY if p.greedy else DrawKind.COIN if p.seed is None else DrawKind.SEEDED
+        ints[KIND] = SamplingMode.GREEDY if p.greedy else SamplingMode.COIN if p.seed is None else SamplingMode.SEEDED
         # As float32, to which verification rounds them on every device.
         temperature = float(np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST)))
         floats[TEMPERATURE] = temperature
@@ -173,17 +173,17 @@ class SamplingMetadataBuilder:
         """The controls at the sequences' current lengths."""
         return self.build(self.params(sequences))[0]
 
-    def draws(self, sequences: SequenceOf[Sequence]) -> Draws:
+    def draws(self, sequences: SequenceOf[Sequence]) -> DrawKeys:
         return self.build(self.params(sequences))[1]
 
-    def build(self, of: StepParams, grammar: GrammarMasks | None = None) -> tuple[SamplingMetadata, Draws]:
+    def build(self, of: StepParams, grammar: GrammarMasks | None = None) -> tuple[SamplingMetadata, DrawKeys]:
         """On the device, in one copy. `grammar` masks p at the nodes of a draft; a drafter leaves it out."""
         on_device = sent(torch.from_numpy(np.vstack((of.columns[:SENT], of.lengths))), self._device)
         floats = on_device.view(torch.float64)
-        draws = Draws(key=on_device[KEY], committed=on_device[SENT])
+        draws = DrawKeys(key=on_device[KEY], committed=on_device[SENT])
         if of.form is not Form.GREEDY:
-            coins = bool((of.columns[KIND] == DrawKind.COIN).any())
-            draws = Draws(key=on_device[KEY], committed=on_device[SENT], kind=on_device[KIND], coins=coins)
+            coins = bool((of.columns[KIND] == SamplingMode.COIN).any())
+            draws = DrawKeys(key=on_device[KEY], committed=on_device[SENT], kind=on_device[KIND], coins=coins)
         filters = floats[TEMPERATURE], on_device[TOP_K], floats[TOP_P], floats[MIN_P]
         return SamplingMetadata.of(of.form, *filters, grammar=grammar, **self._edits(of)), draws
 

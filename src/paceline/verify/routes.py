@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft
-from paceline.verify.walk import DrawKind, Draws
+from paceline.verify.walk import SamplingMode, DrawKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Routes:
     tree: Tensor | None = None
 
 
-def route(draft: Draft, draws: Draws) -> Routes:
+def route(draft: Draft, draws: DrawKeys) -> Routes:
     """Routes without -1. Reads device values."""
     if draft.q is None:
         return Routes(walk=torch.arange(draft.batch, device=draft.tokens.device))
@@ -33,7 +33,7 @@ def route(draft: Draft, draws: Draws) -> Routes:
     return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
 
 
-def masked(draft: Draft, draws: Draws, *, only_chains: bool) -> Routes:
+def masked(draft: Draft, draws: DrawKeys, *, only_chains: bool) -> Routes:
     """(B,) each, -1 for the rows of the other rules, where some row may be sampled. The host reads nothing."""
     index = torch.arange(draft.batch, device=draft.tokens.device)
     sampled, is_chain = _sort(draft, draws)
@@ -46,11 +46,11 @@ def masked(draft: Draft, draws: Draws, *, only_chains: bool) -> Routes:
     return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
 
 
-def _sort(draft: Draft, draws: Draws) -> tuple[Tensor, Tensor]:
+def _sort(draft: Draft, draws: DrawKeys) -> tuple[Tensor, Tensor]:
     """(B,) bool: the rows for law 2, and the rows that are chains."""
     assert draft.q is not None
     index = torch.arange(draft.width, device=draft.tokens.device)
     used = index < draft.num_nodes[:, None]
     from_q = draft.q.row_of.gather(1, draft.parents + 1) >= 0
-    sampled = draws.by(DrawKind.COIN) & (draft.num_nodes > 0) & (from_q | ~used).all(1)
+    sampled = draws.by(SamplingMode.COIN) & (draft.num_nodes > 0) & (from_q | ~used).all(1)
     return sampled, ((draft.parents == index - 1) | ~used).all(1)

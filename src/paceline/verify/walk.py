@@ -27,7 +27,7 @@ from paceline.verify.sample import pick, pick_seeded, pick_weighted
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
 
 
-class DrawKind(IntEnum):
+class SamplingMode(IntEnum):
     """How a sequence draws its tokens."""
 
     GREEDY = 0
@@ -36,7 +36,7 @@ class DrawKind(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draws:
+class DrawKeys:
     """How S sequences draw tokens from processed logits."""
 
     key: Tensor  # (S,) int64, the request's seed, or its private random key
@@ -45,23 +45,23 @@ class Draws:
     coins: bool = True  # some sequence may draw by coins, as far as the host knows
 
     @staticmethod
-    def by_coins(key: Tensor, committed: Tensor) -> Draws:
+    def by_coins(key: Tensor, committed: Tensor) -> DrawKeys:
         """Every sequence samples without a seed."""
-        return Draws(key=key, committed=committed, kind=torch.full_like(key, DrawKind.COIN, dtype=torch.int64))
+        return DrawKeys(key=key, committed=committed, kind=torch.full_like(key, SamplingMode.COIN, dtype=torch.int64))
 
-    def by(self, kind: DrawKind) -> Tensor:
+    def by(self, kind: SamplingMode) -> Tensor:
         """(S,) bool: the sequences that draw in this way."""
         if self.kind is None:
-            return torch.full_like(self.key, kind == DrawKind.GREEDY, dtype=torch.bool)
+            return torch.full_like(self.key, kind == SamplingMode.GREEDY, dtype=torch.bool)
         return self.kind == kind
 
 
 @with_kernels
-def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
+def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin) -> Tensor:
     """(R,) the token of each row."""
     if draws.kind is None:
         return argmax(logits)
-    coins, seeded = ((draws.kind == kind)[nodes.seq].nonzero()[:, 0] for kind in (DrawKind.COIN, DrawKind.SEEDED))
+    coins, seeded = ((draws.kind == kind)[nodes.seq].nonzero()[:, 0] for kind in (SamplingMode.COIN, SamplingMode.SEEDED))
     sampled = coins.shape[0] + seeded.shape[0]
     tokens = argmax(logits) if sampled < logits.shape[0] else nodes.seq.new_empty(sampled)
     if coins.shape[0]:
@@ -83,7 +83,7 @@ def walk(
     row_of: Tensor,
     nodes: Nodes,
     metadata: SamplingMetadata,
-    draws: Draws,
+    draws: DrawKeys,
     rows: Tensor,
     *,
     max_depth: int,
@@ -122,7 +122,7 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
 
 @with_kernels
 def propose(
-    logits: Tensor, metadata: SamplingMetadata, draws: Draws, nodes: Nodes, source: CoinSource = coin
+    logits: Tensor, metadata: SamplingMetadata, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
     """(R,) a token for each row of a drafter's logits, and the q (R, V) they were drawn from, under the same parameters
     as verification; None where no sequence draws by coins. Coins are of a lane of their own; seeded and greedy rows
@@ -130,8 +130,8 @@ def propose(
     processed = process(logits, metadata, nodes)
     if draws.kind is None or not draws.coins:
         return draw(processed, draws, nodes), None
-    q, at = probabilities(processed), (draws.kind == DrawKind.COIN)[nodes.seq].nonzero()[:, 0]
-    tokens = draw(processed, replace(draws, kind=torch.where(draws.kind == DrawKind.COIN, 0, draws.kind)), nodes)
+    q, at = probabilities(processed), (draws.kind == SamplingMode.COIN)[nodes.seq].nonzero()[:, 0]
+    tokens = draw(processed, replace(draws, kind=torch.where(draws.kind == SamplingMode.COIN, 0, draws.kind)), nodes)
     seq = nodes.seq[at]
     coins = source(Lane.DRAFT, draws.key[seq], draws.committed[seq], nodes.node[at])
     tokens[at] = pick_weighted(q[at], coins)

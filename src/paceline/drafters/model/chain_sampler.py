@@ -22,7 +22,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, DrawKind, Draws, Form, Nodes, propose
+from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Form, Nodes, propose
 from paceline.verify.metadata import KIND, SamplingMetadataBuilder
 
 log = logging.getLogger("paceline")
@@ -67,7 +67,7 @@ class ChainSampler:
             (rows,) = packed_to(after.num_accepted.device, torch.tensor(after.rows))
             committed = self._draws.committed + after.num_accepted[rows] + 1
             self._draws = replace(self._draws, committed=committed)
-        self._coins = tuple(np.flatnonzero(params.columns[KIND] == DrawKind.COIN).tolist())
+        self._coins = tuple(np.flatnonzero(params.columns[KIND] == SamplingMode.COIN).tolist())
         self._seq = torch.arange(len(sequences), device=graphs.device)
         kept = count if self._coins else 0
         self._q = torch.empty(kept, len(sequences), graphs.vocab_size, device=graphs.device)
@@ -123,11 +123,11 @@ class SamplingGraph:
         self._depth = torch.zeros_like(self._every)
         temperature, top_p, min_p = torch.ones(3, rows + rows % 2, dtype=torch.float64, device=logits.device)[:, :rows]
         self._metadata = SamplingMetadata.of(form, temperature, top_k, top_p, min_p)
-        self._draws = Draws(key=key, committed=committed, kind=kind)
+        self._draws = DrawKeys(key=key, committed=committed, kind=kind)
         self._recorder, self._captures = recorder, logits.is_cuda
         self._captured: CudaGraph | None = None
 
-    def begin(self, metadata: SamplingMetadata, draws: Draws) -> None:
+    def begin(self, metadata: SamplingMetadata, draws: DrawKeys) -> None:
         """Start drafts for these requests, at depth 0."""
         rows = len(draws.key)
         shifted_kv = [(self._metadata, metadata, name) for name in ("temperature", "top_k", "top_p", "min_p")]

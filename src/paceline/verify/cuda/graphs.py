@@ -24,7 +24,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.verdict import Verdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.verify.processors import SamplingMetadata, Form, Nodes
-from paceline.verify.walk import Draws
+from paceline.verify.walk import DrawKeys
 
 log = logging.getLogger("paceline")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -214,7 +214,7 @@ class GraphCache:
     def _work(self, key: StepKey, verify: Verify) -> Callable[[], Verdict]:
         at = self._inputs[key[1:4]].at
         kind = None if key.form is Form.GREEDY else at["kind"]
-        draws = Draws(key=at["key"], committed=at["committed"], kind=kind)
+        draws = DrawKeys(key=at["key"], committed=at["committed"], kind=kind)
         filters = [at[name] for name in ("temperature", "top_k", "top_p", "min_p")]
         q = Proposal(probs=self._q, row_of=at["q_row"]) if key.sampled else None
         draft = Draft(

@@ -22,7 +22,7 @@ from paceline.verify.cuda.walk import draw_tokens
 from paceline.verify.cuda.walk import walk as _walk
 from paceline.verify.processors import SamplingMetadata, Nodes, edit
 from paceline.verify.routes import Routes, masked
-from paceline.verify.walk import CoinSource, Draws
+from paceline.verify.walk import CoinSource, DrawKeys
 
 
 def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
@@ -38,14 +38,14 @@ def probabilities(logits: Tensor) -> Tensor:
     return _plain(logits).weighed().write(probabilities=True)
 
 
-def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
+def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin) -> Tensor:
     """As walk.draw."""
     target = TargetDistribution.of(logits, SamplingMetadata(), nodes)
     return draw_tokens(_for_coins(target, draws), draws, nodes, source)
 
 
 def propose(
-    logits: Tensor, metadata: SamplingMetadata, draws: Draws, nodes: Nodes, source: CoinSource = coin
+    logits: Tensor, metadata: SamplingMetadata, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
     """As walk.propose. A token is drawn from the same weights as q, as the walk draws from those of p."""
     target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes).filtered(metadata, nodes)
@@ -57,7 +57,7 @@ def propose(
 
 
 def verify_rows(
-    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: Draws,
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys,
     *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
     """As verify.judge. Without routes the device sorts the rows, and each rule skips rows of other rules."""
@@ -83,7 +83,7 @@ def _judge(
     draft: Draft,
     target: TargetDistribution,
     row_of: Tensor,
-    draws: Draws,
+    draws: DrawKeys,
     routes: Routes,
     source: CoinSource,
     verdict: Verdict,
@@ -99,7 +99,7 @@ def _judge(
     recover(found, parts[0] if len(parts) == 1 else torch.cat(parts), draws, source, verdict)
 
 
-def _for_coins(target: TargetDistribution, draws: Draws) -> TargetDistribution:
+def _for_coins(target: TargetDistribution, draws: DrawKeys) -> TargetDistribution:
     """Weighed where a row may sample, whether by a coin or not: so kernels are compiled once."""
     return target if draws.kind is None else target.weighed(draws.kind)
 

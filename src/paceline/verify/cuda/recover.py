@@ -12,10 +12,10 @@ from paceline.verify.cuda import tiles
 from paceline.verify.cuda.sampled import Sampled, remaining
 from paceline.verify.cuda.tiles import find_split, find_token, kernel, my_rows, programs
 from paceline.verify.cuda.walk import put
-from paceline.verify.walk import CoinSource, Draws
+from paceline.verify.walk import CoinSource, DrawKeys
 
 
-def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verdict: Verdict) -> None:
+def recover(found: Sampled, rows: Tensor, draws: DrawKeys, source: CoinSource, verdict: Verdict) -> None:
     """Fill in the rows (B',; -1: skipped) of the verdict: the path to where they stopped, and the token drawn there."""
     trees, tile, count, batch = found.trees, found.tile, rows.shape[0], verdict.tokens.shape[0]
     coins = source(Lane.RESIDUAL, draws.key, draws.committed, trees.stop - 1)

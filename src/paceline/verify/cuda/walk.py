@@ -31,10 +31,10 @@ from paceline.verify.cuda.tiles import (
     tempered,
 )
 from paceline.verify.processors import Nodes
-from paceline.verify.walk import CoinSource, Draws
+from paceline.verify.walk import CoinSource, DrawKeys
 
 
-def draw_tokens(target: TargetDistribution, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
+def draw_tokens(target: TargetDistribution, draws: DrawKeys, nodes: Nodes, source: CoinSource) -> Tensor:
     """(R,) the token of each row. `target` is weighed unless all are greedy."""
     if draws.kind is None:
         return target.best
