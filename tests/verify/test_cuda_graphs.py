@@ -10,7 +10,7 @@ import torch
 from paceline.core.draft import Draft
 from paceline.engine.sampler import Sampler
 from paceline.platform.staging import Staging
-from paceline.verify import Form, Nodes, logprobs, processors, verify
+from paceline.verify import FilterSet, Nodes, logprobs, processors, verify
 from paceline.verify.cuda.graphs import WIDTHS, GraphCache, rounded
 from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.verify import steps
@@ -155,7 +155,7 @@ def test_the_number_of_graphs_is_bounded():
     for sequences, rows, q_rows, most in ((64, 512, 0, 170), (512, 512, 512, 240), (512, 2048, 512, 290)):
         cache.prepare(torch.empty(rows, 1), sequences, rows, q_rows)
         assert len(list(cache.keys())) <= most
-        assert len(cache.kinds()) == len(Form) * len(WIDTHS) + (3 if q_rows else 0)
+        assert len(cache.kinds()) == len(FilterSet) * len(WIDTHS) + (3 if q_rows else 0)
 
 
 def test_every_step_that_fits_has_a_graph():
@@ -168,7 +168,7 @@ def test_every_step_that_fits_has_a_graph():
             draft = Draft.empty(batch, width=width)
             if rows == batch and width:
                 continue  # nothing was drafted
-            key = cache.key(Form.DRAWS, draft, logits[:rows], only_chains=False)
+            key = cache.key(FilterSet.DRAWS, draft, logits[:rows], only_chains=False)
             assert key.rows >= rows
             assert key.batch >= batch
             assert key.width >= width
@@ -197,9 +197,9 @@ def test_a_rows_token_is_the_same_in_any_form(kernel, request):
         builder = SamplingMetadataBuilder(60, frozenset({2}), torch.device("cpu"))
         params, tokens = builder.params(sequences), []
         _, draws = builder.build(params)
-        for form in range(params.form, len(Form)):
-            wide, _ = builder.build(params._replace(form=Form(form)))
+        for form in range(params.form, len(FilterSet)):
+            wide, _ = builder.build(params._replace(form=FilterSet(form)))
             given = Draft.empty(60), logits, torch.arange(60)[:, None], Nodes.roots(60), wide, draws
             tokens.append(verify(*given, max_depth=0).tokens)
         assert all(torch.equal(one, tokens[0]) for one in tokens)
-        assert len(tokens) == len(Form) - params.form
+        assert len(tokens) == len(FilterSet) - params.form

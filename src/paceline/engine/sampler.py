@@ -21,7 +21,7 @@ from paceline.platform.staging import Staging
 from paceline.verify import Nodes, edit, verify, with_logprobs
 from paceline.verify.cuda.graphs import GraphCache, StepKey
 from paceline.verify.host import walk_on_host
-from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, SamplingMetadataBuilder, Ints, StepParams
+from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, SamplingMetadataBuilder, Ints, BatchParams
 
 PATHS = PENALISED | BAD_WORDS
 
@@ -101,10 +101,10 @@ class Sampler:
             self._graphs.capture_all(verify)
         self._compiled.start()
 
-    def _captured(self, key: StepKey, params: StepParams, draft: Draft, row_of: Tensor) -> Verdict:
+    def _captured(self, key: StepKey, params: BatchParams, draft: Draft, row_of: Tensor) -> Verdict:
         return self._graphs.verify(key, np.vstack((params.columns[:SENT], params.lengths)), draft, row_of)
 
-    def _edited(self, key: StepKey, params: StepParams, draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
+    def _edited(self, key: StepKey, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
         """The graph reads logits from the buffer of the pass, so edited logits are written there until it has run."""
         raw, (_, there, nodes) = None, self._on_device(params, draft, row_of)
         if params.edits:
@@ -117,14 +117,14 @@ class Sampler:
         return verdict if wanted is None else with_logprobs(verdict, logits, there, wanted, draft.max_depth)
 
     def _uncaptured(
-        self, params: StepParams, draft: Draft, logits: Tensor, row_of: Tensor, only_chains: bool
+        self, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor, only_chains: bool
     ) -> Verdict:
         metadata, draws = self._builder.build(params, self._builder.masks(params, draft))
         on_device, there, nodes = self._on_device(params, draft, row_of)
         options = {"max_depth": draft.max_depth, "num_logprobs": params.num_logprobs, "only_chains": only_chains}
         return verify(on_device, logits, there, nodes, metadata, draws, **options)  # type: ignore[arg-type]
 
-    def _on_device(self, params: StepParams, draft: Draft, row_of: Tensor) -> tuple[Draft, Tensor, Nodes]:
+    def _on_device(self, params: BatchParams, draft: Draft, row_of: Tensor) -> tuple[Draft, Tensor, Nodes]:
         """Draft, rows and nodes where the logits are. Only penalties and bad words look at the path of a node."""
         if not draft.width:
             (there,) = packed_to(self._device, row_of)

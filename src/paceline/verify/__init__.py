@@ -22,7 +22,7 @@ from paceline.verify.processors import (
     BadWords,
     Bias,
     SamplingMetadata,
-    Form,
+    FilterSet,
     GrammarMasks,
     MinTokens,
     Nodes,

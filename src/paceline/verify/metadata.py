@@ -20,12 +20,12 @@ from paceline.core.draft import Draft, sent
 from paceline.core.sequence import Sequence
 from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import masks_of
-from paceline.verify import BadWords, Bias, SamplingMetadata, SamplingMode, DrawKeys, Form, GrammarMasks, MinTokens, Penalties
+from paceline.verify import BadWords, Bias, SamplingMetadata, SamplingMode, DrawKeys, FilterSet, GrammarMasks, MinTokens, Penalties
 from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-# Rows of the columns: noise key, `SamplingMode`, temperature, top_k, top_p, min_p; then `Form` and the bits of EXTRA.
+# Rows of the columns: noise key, `SamplingMode`, temperature, top_k, top_p, min_p; then `FilterSet` and the bits of EXTRA.
 KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
 PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # of EXTRA
@@ -35,7 +35,7 @@ MOST_TOP_K = 1 << 31  # more than any vocabulary, which is the same as off
 _COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-class Columns:
+class ParamColumns:
     """(8, S) int64, the numbers above by seat; rows that hold fractions are float64 in the same bits."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Columns:
         temperature = float(np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST)))
         floats[TEMPERATURE] = temperature
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
-        ints[FORM] = Form.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
+        ints[FORM] = FilterSet.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
         bans = (p.allowed_token_ids, sequence.bad_words, p.min_tokens, p.structured_outputs)
         asked = (p.penalised, p.logit_bias, *bans, p.logprobs is not None)
         ints[EXTRA] = extra = sum(1 << bit for bit, one in enumerate(asked) if one)
@@ -92,13 +92,13 @@ class Columns:
         return self._ints.take(req_indices, 1)
 
 
-class StepParams(NamedTuple):
+class BatchParams(NamedTuple):
     """The parameters of a step's B sequences, on the host."""
 
     sequences: SequenceOf[Sequence]
     columns: Ints  # (8, B)
     lengths: Ints  # (B,) committed tokens
-    form: Form
+    form: FilterSet
     extra: int  # of all
 
     @property
@@ -139,17 +139,17 @@ class _Allowed(NamedTuple):
 class SamplingMetadataBuilder:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, sorted(eos_token_ids), device
-        self.columns = Columns()
+        self.columns = ParamColumns()
         self._histories: dict[str, _History] = {}
         self._masks: dict[int, _Allowed] = {}
 
     def params(
         self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, req_indices: Ints | None = None
-    ) -> StepParams:
+    ) -> BatchParams:
         """`lengths`: given where sequences have tokens that the host has not read. `req_indices`: given if every sequence was
         `fill`ed in, so that none need be checked."""
         if req_indices is None and any(sequence.req_index < 0 for sequence in sequences):  # outside of an engine
-            columns = Columns()
+            columns = ParamColumns()
             for req_index, sequence in enumerate(sequences):
                 columns.fill(req_index, sequence)
             taken = columns.take(np.arange(len(sequences)))
@@ -158,13 +158,13 @@ class SamplingMetadataBuilder:
         if lengths is None:
             lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         form, extra = (int(part.reduce(taken[row])) for part, row in ((np.maximum, FORM), (np.bitwise_or, EXTRA)))
-        return StepParams(sequences, taken, lengths, Form(form), extra)
+        return BatchParams(sequences, taken, lengths, FilterSet(form), extra)
 
     def samplers(self, sequences: SequenceOf[Sequence], req_indices: Ints | None) -> list[TokenSampler] | None:
         """For the walk on the host; None where it does not serve. `req_indices` as in `params`."""
         if req_indices is not None:
             return self.columns.samplers(sequences, req_indices.tolist())
-        columns = Columns()
+        columns = ParamColumns()
         for req_index, sequence in enumerate(sequences):
             columns.fill(req_index, sequence)
         return columns.samplers(sequences, range(len(sequences)))
@@ -176,22 +176,22 @@ class SamplingMetadataBuilder:
     def draws(self, sequences: SequenceOf[Sequence]) -> DrawKeys:
         return self.build(self.params(sequences))[1]
 
-    def build(self, of: StepParams, grammar: GrammarMasks | None = None) -> tuple[SamplingMetadata, DrawKeys]:
+    def build(self, of: BatchParams, grammar: GrammarMasks | None = None) -> tuple[SamplingMetadata, DrawKeys]:
         """On the device, in one copy. `grammar` masks p at the nodes of a draft; a drafter leaves it out."""
         on_device = sent(torch.from_numpy(np.vstack((of.columns[:SENT], of.lengths))), self._device)
         floats = on_device.view(torch.float64)
         draws = DrawKeys(key=on_device[KEY], committed=on_device[SENT])
-        if of.form is not Form.GREEDY:
+        if of.form is not FilterSet.GREEDY:
             coins = bool((of.columns[KIND] == SamplingMode.COIN).any())
             draws = DrawKeys(key=on_device[KEY], committed=on_device[SENT], kind=on_device[KIND], coins=coins)
         filters = floats[TEMPERATURE], on_device[TOP_K], floats[TOP_P], floats[MIN_P]
         return SamplingMetadata.of(of.form, *filters, grammar=grammar, **self._edits(of)), draws
 
-    def edits(self, of: StepParams, grammar: GrammarMasks | None = None) -> SamplingMetadata:
+    def edits(self, of: BatchParams, grammar: GrammarMasks | None = None) -> SamplingMetadata:
         """Only the controls that change single logits."""
-        return SamplingMetadata.of(Form.GREEDY, grammar=grammar, **self._edits(of))
+        return SamplingMetadata.of(FilterSet.GREEDY, grammar=grammar, **self._edits(of))
 
-    def masks(self, of: StepParams, draft: Draft) -> GrammarMasks | None:
+    def masks(self, of: BatchParams, draft: Draft) -> GrammarMasks | None:
         """Of sequences with a grammar, at every node. The draft's tokens are read, wherever they lie."""
         if not of.extra & GRAMMAR:
             return None
@@ -201,7 +201,7 @@ class SamplingMetadataBuilder:
             bits=sent(torch.from_numpy(bits), self._device), row_of=sent(torch.from_numpy(row_of), self._device)
         )
 
-    def _edits(self, of: StepParams) -> dict[str, Any]:
+    def _edits(self, of: BatchParams) -> dict[str, Any]:
         sequences, extra = of.sequences, of.extra
         parts: dict[str, Any] = {}
         masks: dict[int, _Allowed] | None = None

@@ -74,7 +74,7 @@ class GrammarMasks:
     row_of: Tensor  # (S, N + 1) int64, the row of the last committed token (0) and of each node (i + 1); -1: no mask
 
 
-class Form(IntEnum):
+class FilterSet(IntEnum):
     """Which columns the controls of a step have. A sequence without such a parameter has a neutral value, which changes
     no bit of its result, so a row's token does not depend on the form of its step."""
 
@@ -84,9 +84,9 @@ class Form(IntEnum):
     TOP_K = 3  # and top_k: separate, since on a device it needs a search of its own, as long as the one for top_p
 
     @staticmethod
-    def of(*, greedy: bool, top_k: bool, filters: bool) -> Form:
+    def of(*, greedy: bool, top_k: bool, filters: bool) -> FilterSet:
         """The smallest form that has a sequence's parameters."""
-        return Form.GREEDY if greedy else Form.TOP_K if top_k else Form.FILTERS if filters else Form.DRAWS
+        return FilterSet.GREEDY if greedy else FilterSet.TOP_K if top_k else FilterSet.FILTERS if filters else FilterSet.DRAWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class SamplingMetadata:
 
     @staticmethod
     def of(
-        form: Form,
+        form: FilterSet,
         temperature: Tensor | None = None,
         top_k: Tensor | None = None,
         top_p: Tensor | None = None,
@@ -116,10 +116,10 @@ class SamplingMetadata:
     ) -> SamplingMetadata:
         """With the columns of the form."""
         return SamplingMetadata(
-            temperature=temperature if form >= Form.DRAWS else None,
-            top_k=top_k if form >= Form.TOP_K else None,
-            top_p=top_p if form >= Form.FILTERS else None,
-            min_p=min_p if form >= Form.FILTERS else None,
+            temperature=temperature if form >= FilterSet.DRAWS else None,
+            top_k=top_k if form >= FilterSet.TOP_K else None,
+            top_p=top_p if form >= FilterSet.FILTERS else None,
+            min_p=min_p if form >= FilterSet.FILTERS else None,
             **edits,
         )
 

@@ -22,7 +22,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Form, Nodes, propose
+from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, FilterSet, Nodes, propose
 from paceline.verify.metadata import KIND, SamplingMetadataBuilder
 
 log = logging.getLogger("paceline")
@@ -97,13 +97,13 @@ class SamplingGraphs:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.builder = SamplingMetadataBuilder(vocab_size, frozenset(), device)
         self.vocab_size, self.device = vocab_size, device
-        self._made: dict[tuple[Form, int], SamplingGraph] = {}
+        self._made: dict[tuple[FilterSet, int], SamplingGraph] = {}
         self._logits = torch.empty(0)  # the input of every graph: one is replayed at a time
         self._recorder = GraphRecorder()
 
-    def of(self, form: Form, rows: int) -> SamplingGraph | None:
+    def of(self, form: FilterSet, rows: int) -> SamplingGraph | None:
         """None: too many rows, or nothing to draw."""
-        if form is Form.GREEDY or rows > MOST_ROWS:
+        if form is FilterSet.GREEDY or rows > MOST_ROWS:
             return None
         rows = 1 << (rows - 1).bit_length()
         if (form, rows) not in self._made:
@@ -116,7 +116,7 @@ class SamplingGraphs:
 class SamplingGraph:
     """`propose` for up to `rows` rows. Padding rows draw too, and their tokens are ignored."""
 
-    def __init__(self, logits: Tensor, form: Form, recorder: GraphRecorder) -> None:
+    def __init__(self, logits: Tensor, form: FilterSet, recorder: GraphRecorder) -> None:
         self._logits, rows = logits, len(logits)
         self._every = torch.arange(rows, device=logits.device)
         key, committed, kind, top_k = torch.zeros(4, rows + rows % 2, dtype=torch.int64, device=logits.device)[:, :rows]

@@ -1,7 +1,7 @@
 """Verification of a step as one CUDA graph, captured at start-up for every form and size that can occur in serving.
 
 A step is padded: its rows of logits, its sequences and the width of its drafts to one of few sizes, and the columns of
-its controls to a `Form`. All its numbers lie in one buffer of that size, which one copy from pinned memory fills;
+its controls to a `FilterSet`. All its numbers lie in one buffer of that size, which one copy from pinned memory fills;
 tokens, trees and q that only the device knows are copied into it on the device. Padding rows belong to sequence -1 and
 are skipped by the kernels, so they cost next to nothing and change no other row's bits. Logits are read from the buffer
 that all passes share. Steps outside of these sizes run kernel by kernel, and no graph is captured while serving.
@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.core.draft import Draft, Proposal
 from paceline.core.verdict import Verdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
-from paceline.verify.processors import SamplingMetadata, Form, Nodes
+from paceline.verify.processors import SamplingMetadata, FilterSet, Nodes
 from paceline.verify.walk import DrawKeys
 
 log = logging.getLogger("paceline")
@@ -37,7 +37,7 @@ TREE = ("tokens", "parents", "depth")  # may lie on the device
 
 
 class StepKey(NamedTuple):
-    form: Form
+    form: FilterSet
     rows: int  # of logits
     batch: int  # sequences
     width: int  # nodes of a draft
@@ -128,12 +128,12 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def key(self, form: Form, draft: Draft, logits: Tensor, only_chains: bool) -> StepKey | None:
+    def key(self, form: FilterSet, draft: Draft, logits: Tensor, only_chains: bool) -> StepKey | None:
         """The key of the step's graph; None: none was captured."""
         if not self.enabled or logits.data_ptr() != self._logits.data_ptr() or not logits.is_contiguous():
             return None
         rows, width = len(logits), next((width for width in WIDTHS if draft.width <= width), -1)
-        sampled = draft.q is not None and form is not Form.GREEDY
+        sampled = draft.q is not None and form is not FilterSet.GREEDY
         if draft.q is not None and sampled and not self._takes(draft.q, only_chains, width):
             return None
         key = self._key(form, rows, width, sampled)
@@ -142,7 +142,7 @@ class GraphCache:
     def verify(self, key: StepKey, columns: Ints, draft: Draft, row_of: Tensor) -> Verdict:
         """Verify a step with this key; the verdict stays valid when the next step is verified."""
         inputs = self._inputs[key[1:4]]
-        plain = key.form is Form.GREEDY and not key.width
+        plain = key.form is FilterSet.GREEDY and not key.width
         inputs.fill(columns, draft, row_of, plain, self._staging)
         if key.sampled and draft.q is not None:
             self._q[: len(draft.q.probs)].copy_(draft.q.probs)
@@ -163,10 +163,10 @@ class GraphCache:
         """The keys that can occur in serving, the largest first: the graphs share scratch memory."""
         keys: dict[StepKey, None] = {}
         for rows in range(self._rows, 0, -1):
-            for form, width in itertools.product(Form, WIDTHS):
+            for form, width in itertools.product(FilterSet, WIDTHS):
                 if rows > 1 if width else rows <= self._most:
                     keys[self._key(form, rows, width, sampled=False)] = None
-                if rows > 1 and width == SAMPLED_WIDTH and form is not Form.GREEDY and len(self._q):
+                if rows > 1 and width == SAMPLED_WIDTH and form is not FilterSet.GREEDY and len(self._q):
                     keys[self._key(form, rows, width, sampled=True)] = None
         yield from keys
 
@@ -205,7 +205,7 @@ class GraphCache:
         same = q.probs.shape[1] == self._logits.shape[1] and q.probs.dtype == self._q.dtype
         return only_chains and q.ids is None and same and 0 < len(q.probs) <= len(self._q) and width == SAMPLED_WIDTH
 
-    def _key(self, form: Form, rows: int, width: int, sampled: bool) -> StepKey:
+    def _key(self, form: FilterSet, rows: int, width: int, sampled: bool) -> StepKey:
         """A step of that many rows, padded."""
         padded = 1 << (rows - 1).bit_length() if width == WIDTHS[-1] else rounded(rows)
         padded = min(padded, len(self._logits))
@@ -213,7 +213,7 @@ class GraphCache:
 
     def _work(self, key: StepKey, verify: Verify) -> Callable[[], Verdict]:
         at = self._inputs[key[1:4]].at
-        kind = None if key.form is Form.GREEDY else at["kind"]
+        kind = None if key.form is FilterSet.GREEDY else at["kind"]
         draws = DrawKeys(key=at["key"], committed=at["committed"], kind=kind)
         filters = [at[name] for name in ("temperature", "top_k", "top_p", "min_p")]
         q = Proposal(probs=self._q, row_of=at["q_row"]) if key.sampled else None
