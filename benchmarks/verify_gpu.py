@@ -24,7 +24,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.engine.sampler import Sampler
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, Routes, probabilities, verify
+from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, RowRules, probabilities, verify
 
 DEVICE = torch.device("cuda")
 
@@ -95,10 +95,10 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
     )
     given = (draft, logits, row_of, Nodes.of(draft, seq, node, max(depth), with_path=False), metadata, draws)
     all_rows = torch.arange(rows, device=DEVICE)
-    routes = Routes(walk=all_rows)
+    routes = RowRules(walk=all_rows)
     if case.q is not None:
         is_chain = case.children == 1
-        routes = Routes(walk=None, chain=all_rows if is_chain else None, tree=None if is_chain else all_rows)
+        routes = RowRules(walk=None, chain=all_rows if is_chain else None, tree=None if is_chain else all_rows)
     return lambda: verify(*given, max_depth=max(depth), routes=routes), as_the_engine(case, draft, logits, row_of)
 
 

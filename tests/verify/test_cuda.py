@@ -15,7 +15,7 @@ from paceline.core.draft import Proposal
 from paceline.core.rng import Lane
 from paceline.core.verdict import Kind
 from paceline.engine.sampler import Sampler
-from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, draw, probabilities, process, propose, route, verify
+from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, draw, probabilities, process, propose, assign_rules, verify
 from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted
@@ -139,7 +139,7 @@ def wider(part):
 
 def test_rows_of_several_splits_are_judged_as_on_the_host_by_routes_it_knows(kernels_alone, small_splits):
     given = mixed_batch(60, 40, seed=3, dtype=torch.float32)
-    assert_same(*both(given, max_depth=4, routes=route(given[0], given[5])))
+    assert_same(*both(given, max_depth=4, routes=assign_rules(given[0], given[5])))
 
 
 def test_a_row_a_program_is_judged_as_on_the_host(kernels_alone, a_row_a_program):

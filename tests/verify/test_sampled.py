@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Kind
-from paceline.verify import SamplingMetadata, DrawKeys, Nodes, Routes, probabilities, process, route, verify
+from paceline.verify import SamplingMetadata, DrawKeys, Nodes, RowRules, probabilities, process, assign_rules, verify
 from paceline.verify.dispatch import moved
 from paceline.verify.tree import _postorder
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
@@ -82,7 +82,7 @@ def test_on_a_chain_traversal_is_block_verification():
     arguments = (draft, logits, row_of, nodes, metadata, draws)
     rows = torch.arange(500)
     block = verify(*arguments, max_depth=3)
-    traversal = verify(*arguments, max_depth=3, routes=Routes(walk=None, tree=rows))
+    traversal = verify(*arguments, max_depth=3, routes=RowRules(walk=None, tree=rows))
     assert len(block.num_accepted.unique()) == 4
     for name in ("tokens", "num_accepted", "path", "kinds"):
         assert torch.equal(getattr(block, name), getattr(traversal, name))
@@ -174,7 +174,7 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
         greedy=[kind == "greedy" for kind in kinds],
         seeded=[kind == "seeded" for kind in kinds],
     )
-    routes = route(draft, of)
+    routes = assign_rules(draft, of)
     assert min(len(routes.walk), len(routes.chain), len(routes.tree)) > 5
     assert all(kinds[b] == "coins" and shapes[b] for b in [*routes.chain.tolist(), *routes.tree.tolist()])
     together = verify(draft, logits, row_of, nodes, metadata, of, max_depth=4, num_logprobs=2)
@@ -222,7 +222,7 @@ def test_on_a_device_without_kernels_the_host_judges_copies(monkeypatch):
 
 def test_a_row_sampled_only_in_part_is_walked():
     draft, _, _, _, _, draws = sampled_batch(3, [chains(3)] * 3, drafted=lambda b, slot: b != 1 or slot != 1)
-    routes = route(draft, draws)
+    routes = assign_rules(draft, draws)
     assert routes.walk.tolist() == [1]
     assert routes.chain.tolist() == [0, 2]
     assert routes.tree is None
@@ -344,7 +344,7 @@ def test_a_cuda_device_judges_alike(filtered):
     arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], metadata=metadata)
     here = verify(*arguments, max_depth=4)
     there = verify(*moved(arguments, "cuda"), max_depth=4)
-    blind = moved(arguments, "cuda"), moved(route(arguments[0], arguments[5]), "cuda")
+    blind = moved(arguments, "cuda"), moved(assign_rules(arguments[0], arguments[5]), "cuda")
     torch.cuda.set_sync_debug_mode("error")  # with the routes known, the host reads nothing
     try:
         again = verify(*blind[0], max_depth=4, routes=blind[1])

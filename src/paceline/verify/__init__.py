@@ -33,7 +33,7 @@ from paceline.verify.processors import (
     probabilities,
     process,
 )
-from paceline.verify.routes import Routes, route
+from paceline.verify.routes import RowRules, assign_rules
 from paceline.verify.sample import pick, pick_weighted
 from paceline.verify.tree import tree
 from paceline.verify.walk import CoinSource, SamplingMode, DrawKeys, draw, propose, walk
@@ -75,7 +75,7 @@ def verify(
     *,
     max_depth: int,
     num_logprobs: int | None = None,
-    routes: Routes | None = None,
+    routes: RowRules | None = None,
     only_chains: bool = False,
     source: CoinSource = coin,
 ) -> Verdict:
@@ -93,7 +93,7 @@ def verify(
 @with_kernels
 def verify_rows(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys,
-    *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
+    *, max_depth: int, routes: RowRules | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
     return _Judge(draft, logits, row_of, nodes, metadata, draws, max_depth, source).verdict(routes)
 
@@ -111,12 +111,12 @@ class _Judge:
     max_depth: int
     source: CoinSource
 
-    def verdict(self, routes: Routes | None) -> Verdict:
+    def verdict(self, routes: RowRules | None) -> Verdict:
         if self.draft.q is None or self.draft.width == 0 or self.max_depth == 0:
             return self.walk(torch.arange(self.draft.batch))
-        return self.by_route(route(self.draft, self.draws) if routes is None else routes)
+        return self.by_route(assign_rules(self.draft, self.draws) if routes is None else routes)
 
-    def by_route(self, routes: Routes) -> Verdict:
+    def by_route(self, routes: RowRules) -> Verdict:
         parts = [(routes.walk, self.walk), (routes.chain, self.chain), (routes.tree, self.tree)]
         verdicts = [(rows, verify_rows(rows)) for rows, verify_rows in parts if rows is not None]
         return verdicts[0][1] if len(verdicts) == 1 else _merge(verdicts, self.draft.batch)

@@ -12,7 +12,7 @@ from paceline.verify.walk import SamplingMode, DrawKeys
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routes:
+class RowRules:
     """The rows of a draft that each rule verifies, ascending. None: no row. On a CUDA device -1 entries are skipped."""
 
     walk: Tensor | None
@@ -20,20 +20,20 @@ class Routes:
     tree: Tensor | None = None
 
 
-def route(draft: Draft, draws: DrawKeys) -> Routes:
+def assign_rules(draft: Draft, draws: DrawKeys) -> RowRules:
     """Routes without -1. Reads device values."""
     if draft.q is None:
-        return Routes(walk=torch.arange(draft.batch, device=draft.tokens.device))
+        return RowRules(walk=torch.arange(draft.batch, device=draft.tokens.device))
     sampled, is_chain = _sort(draft, draws)
 
     def rows(wanted: Tensor) -> Tensor | None:
         found = wanted.nonzero()[:, 0]
         return found if found.shape[0] else None
 
-    return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
+    return RowRules(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
 
 
-def masked(draft: Draft, draws: DrawKeys, *, only_chains: bool) -> Routes:
+def mask_rules(draft: Draft, draws: DrawKeys, *, only_chains: bool) -> RowRules:
     """(B,) each, -1 for the rows of the other rules, where some row may be sampled. The host reads nothing."""
     index = torch.arange(draft.batch, device=draft.tokens.device)
     sampled, is_chain = _sort(draft, draws)
@@ -42,8 +42,8 @@ def masked(draft: Draft, draws: DrawKeys, *, only_chains: bool) -> Routes:
         return torch.where(wanted, index, -1)
 
     if only_chains:
-        return Routes(walk=rows(~sampled), chain=rows(sampled))
-    return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
+        return RowRules(walk=rows(~sampled), chain=rows(sampled))
+    return RowRules(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
 
 
 def _sort(draft: Draft, draws: DrawKeys) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from paceline.verify.cuda.target_distribution import TargetDistribution
 from paceline.verify.cuda.walk import draw_tokens
 from paceline.verify.cuda.walk import walk as _walk
 from paceline.verify.processors import SamplingMetadata, Nodes, edit
-from paceline.verify.routes import Routes, masked
+from paceline.verify.routes import RowRules, masked
 from paceline.verify.walk import CoinSource, DrawKeys
 
 
@@ -58,7 +58,7 @@ def propose(
 
 def verify_rows(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys,
-    *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
+    *, max_depth: int, routes: RowRules | None, only_chains: bool, source: CoinSource,
 ) -> Verdict:  # fmt: skip
     """As verify.judge. Without routes the device sorts the rows, and each rule skips rows of other rules."""
     target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes)
@@ -84,7 +84,7 @@ def _judge(
     target: TargetDistribution,
     row_of: Tensor,
     draws: DrawKeys,
-    routes: Routes,
+    routes: RowRules,
     source: CoinSource,
     verdict: Verdict,
 ) -> None:
