@@ -20,7 +20,7 @@ from paceline.core.verdict import Kind
 from paceline.models.backends.cpu.kernels import native_draw, open_library, runnable_variants
 from paceline.verify import SamplingMetadata, DrawKeys, Nodes, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
-from paceline.verify.sample import _pick, _pick_batch, pick, pick_seeded
+from paceline.verify.sample import _pick, _pick_batch, sample, pick_seeded
 from tests.verify.steps import draws_of, gumbel_noise
 
 VOCAB, EXACT = 3, 1e-12
@@ -496,7 +496,7 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
 def test_coins_at_the_very_ends_pick_tokens_of_positive_probability():
     logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]])
     for coin, token in ((2.0**-53, 1), (1 - 2.0**-53, 3)):
-        assert pick(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
+        assert sample(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
         assert _pick(logits[0].numpy(), coin) == token
 
 

@@ -54,7 +54,7 @@ class Pick(Protocol):
 
 
 @runtime_checkable
-class PicksTokens(GreedyChain, Protocol):
+class SamplesTokens(GreedyChain, Protocol):
     """A chain whose tokens may also be picked by a function between its passes."""
 
     def draft_by(self, pick: Pick, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
@@ -68,7 +68,7 @@ def warmup(chain: GreedyChain, device: torch.device) -> bool:
     try:
         chain.draft([row])
         chain.draft([row], UnreadVerdict(tokens=nothing, num_accepted=nothing[:, 0], path=nothing[:, :1], rows=[0]))
-        if isinstance(chain, PicksTokens):
+        if isinstance(chain, SamplesTokens):
             chain.draft_by(lambda logits, depth: nothing[:, 0], [row])
     except Exception as problem:  # drafting by passes with the host between them still works
         log.warning("%s is not used for drafting: %r", type(chain).__name__, problem)

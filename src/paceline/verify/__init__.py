@@ -34,7 +34,7 @@ from paceline.verify.processors import (
     process,
 )
 from paceline.verify.routes import RowRules, assign_rules
-from paceline.verify.sample import pick, pick_weighted
+from paceline.verify.sample import sample, pick_weighted
 from paceline.verify.tree import tree
 from paceline.verify.walk import CoinSource, SamplingMode, DrawKeys, draw, propose, walk
 
@@ -152,7 +152,7 @@ class _Judge:
         at, leaf = self.row_of[rows].gather(1, stop.slot[:, None])[:, 0], stop.leaf
         tokens, inner = torch.empty_like(at), ~leaf
         if bool(leaf.any()):
-            tokens[leaf] = pick(self._processed(at[leaf]), coins[leaf])
+            tokens[leaf] = sample(self._processed(at[leaf]), coins[leaf])
         if bool(inner.any()):
             tokens[inner] = pick_weighted(stop.residual[inner], coins[inner])
         return tokens

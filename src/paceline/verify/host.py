@@ -20,7 +20,7 @@ from paceline.core.draft import Draft
 from paceline.core.rng import Lane, bits_of, coin_of
 from paceline.core.verdict import INVALID, Kind, Verdict, VerdictRow
 from paceline.verify.processors import threshold
-from paceline.verify.sample import pick, pick_seeded_row
+from paceline.verify.sample import sample, pick_seeded_row
 
 Row = np.ndarray[Any, Any]  # (V,) logits
 # The token of a row: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
@@ -64,7 +64,7 @@ class TokenSampler:
         tempered = self._tempered(logits)
         if self.seeded:
             return pick_seeded_row(tempered, key)
-        return int(pick(torch.from_numpy(tempered)[None], torch.tensor([coin], dtype=torch.float64)))
+        return int(sample(torch.from_numpy(tempered)[None], torch.tensor([coin], dtype=torch.float64)))
 
     def _tempered(self, logits: Row) -> Row:
         """-inf where a filter drops the token."""

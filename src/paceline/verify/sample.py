@@ -23,7 +23,7 @@ BLOCK = 256
 SLACK = np.float32(1.001)  # against rounding: keeping too many candidates does no harm
 
 
-def pick(logits: Tensor, coins: Tensor) -> Tensor:
+def sample(logits: Tensor, coins: Tensor) -> Tensor:
     """(R,) the token whose interval of cumulative p = softmax(logits) contains the coin."""
     if logits.shape[1] <= BLOCK:
         return _pick_batch(probabilities(logits), coins)

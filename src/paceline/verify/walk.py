@@ -22,7 +22,7 @@ from paceline.core.verdict import Verdict
 from paceline.verify.dispatch import with_kernels
 from paceline.verify.outcome import outcome, take
 from paceline.verify.processors import SamplingMetadata, Nodes, argmax, probabilities, process
-from paceline.verify.sample import pick, pick_seeded, pick_weighted
+from paceline.verify.sample import sample, pick_seeded, pick_weighted
 
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
 
@@ -66,7 +66,7 @@ def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coi
     tokens = argmax(logits) if sampled < logits.shape[0] else nodes.seq.new_empty(sampled)
     if coins.shape[0]:
         seq = nodes.seq[coins]
-        tokens[coins] = pick(
+        tokens[coins] = sample(
             _rows(logits, coins), source(Lane.WALK, draws.key[seq], draws.committed[seq], nodes.node[coins])
         )
     if seeded.shape[0]:

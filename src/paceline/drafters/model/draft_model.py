@@ -30,7 +30,7 @@ from paceline.drafters.base import TRAINED_LEVEL, DrafterContext, DraftRequest, 
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.errors import InvalidParameter
-from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens
+from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, SamplesTokens
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.load.hub import resolve
@@ -105,7 +105,7 @@ class DraftModelDrafter:
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
         self._chains: list[GreedyChain] = []
-        self._picking: list[PicksTokens] = []  # those of `_chains` that serve rows that sample
+        self._picking: list[SamplesTokens] = []  # those of `_chains` that serve rows that sample
         self.device, self.time_is_typical = model.device, True
 
     @classmethod
@@ -127,7 +127,7 @@ class DraftModelDrafter:
             self._catch_up = max(self._catch_up, FAST_CATCH_UP)
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
-            self._picking = [chain for chain in self._chains if isinstance(chain, PicksTokens)]
+            self._picking = [chain for chain in self._chains if isinstance(chain, SamplesTokens)]
             if self._picking and self._model.device.type == "cuda" and not warmup(self._graphs):
                 self._picking = []
 
@@ -245,7 +245,7 @@ class DraftModelDrafter:
             if all(sequence.params.greedy for sequence in sequences):
                 drafted = Drafted(chain.draft(rows, after))
             else:
-                assert isinstance(chain, PicksTokens)
+                assert isinstance(chain, SamplesTokens)
                 sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), after)
                 drafted = sampler.drafted(chain.draft_by(sampler, rows, after))
             self.time_is_typical = chain.time_is_typical
