@@ -16,7 +16,7 @@ from paceline.core.draft import Draft
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Verdict
 from paceline.verify.block import chain
-from paceline.verify.dispatch import with_kernels
+from paceline.verify.dispatch import on_device
 from paceline.verify.outcome import Stop, climb, has_children, outcome, take
 from paceline.verify.processors import (
     BadWords,
@@ -90,7 +90,7 @@ def verify(
     return verdict if num_logprobs is None else with_logprobs(verdict, logits, row_of, num_logprobs, max_depth)
 
 
-@with_kernels
+@on_device
 def verify_rows(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys,
     *, max_depth: int, routes: RowRules | None, only_chains: bool, source: CoinSource,

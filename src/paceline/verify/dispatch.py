@@ -23,7 +23,7 @@ def kernels(tensor: Tensor) -> ModuleType | None:
     return _device() if tensor.is_cuda else None
 
 
-def with_kernels(function: Callable[P, R]) -> Callable[P, R]:
+def on_device(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: the function of the same name in `device` serves where there are kernels."""
     name = function.__name__
 

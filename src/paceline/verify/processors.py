@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft, ancestors
 from paceline.core.verdict import INVALID, Logprobs
-from paceline.verify.dispatch import with_kernels
+from paceline.verify.dispatch import on_device
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
 ROWS_AT_A_TIME = 64  # whose logprobs are computed together: each takes several rows of the vocabulary
@@ -186,7 +186,7 @@ class Nodes:
         return Nodes(seq=self.seq[rows], node=self.node[rows], depth=self.depth[rows], path=self.path[rows])
 
 
-@with_kernels
+@on_device
 def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
     """(R, V) logits whose softmax is p; of a greedy row only the argmax matters. Never writes into its input."""
     edited = edit(logits, metadata, nodes)
@@ -218,7 +218,7 @@ def edit(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
     return logits if banned is logits else _allow_fallback_(banned, logits, metadata.fallback, nodes)
 
 
-@with_kernels
+@on_device
 def probabilities(logits: Tensor) -> Tensor:
     """p of processed logits, in their dtype."""
     return torch.softmax(logits, -1)

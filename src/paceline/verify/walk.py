@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Verdict
-from paceline.verify.dispatch import with_kernels
+from paceline.verify.dispatch import on_device
 from paceline.verify.outcome import outcome, take
 from paceline.verify.processors import SamplingMetadata, Nodes, argmax, probabilities, process
 from paceline.verify.sample import sample, pick_seeded, pick_weighted
@@ -56,7 +56,7 @@ class DrawKeys:
         return self.kind == kind
 
 
-@with_kernels
+@on_device
 def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin) -> Tensor:
     """(R,) the token of each row."""
     if draws.kind is None:
@@ -120,7 +120,7 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
     return logits if at.shape[0] == logits.shape[0] else logits[at]
 
 
-@with_kernels
+@on_device
 def propose(
     logits: Tensor, metadata: SamplingMetadata, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
