@@ -248,7 +248,7 @@ def test_a_tree_known_on_the_device_alone_is_placed_as_the_host_would(seed, num_
     expected, layout = lay_out(batch, sound, BLOCK), lay_out(batch, unknown, BLOCK)
     assert layout.plan.max_len >= expected.plan.max_len
     assert torch.equal(filled_in(layout.tokens, draft.tokens.flatten()), expected.tokens)
-    assert layout.unseen == (layout.plan.trees is None)
+    assert layout.tokens_on_device == (layout.plan.trees is None)
     placed = placed_on_the_device(layout.plan)
     nodes = [row for row in range(len(expected.tokens)) if row not in layout.begin.tolist()]
     if expected.is_tree:

@@ -12,7 +12,7 @@ from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.engine.policy.interface import Choice
 from paceline.engine.policy.priors import GPU
 from paceline.models.buckets import STEPS
-from tests.engine.policy.test_policy import Lookup, Trees, sequence
+from tests.engine.policy.test_policy import Lookup, DraftShape, sequence
 from tests.helpers.results import ResultRow, result_of
 
 # An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.
@@ -32,7 +32,7 @@ class Serving:
         """`draft_ms`: of a draft, 0: as measured; `slow`: turns of a step that takes four times as long."""
         self.count, self.slow, self.rng = count, slow, random.Random(seed)
         seconds = 1e-3 * (draft_ms or 0.74 + 0.028 * count)
-        self.drafter = Trees(seconds=seconds, first=first, falls=0.9, seed=seed)
+        self.drafter = DraftShape(seconds=seconds, first=first, falls=0.9, seed=seed)
         self.policy = AdaptivePolicy(
             [self.drafter, Lookup("lookup", 0.3, level=1)], "auto", prior=replace(GPU, padded_to=STEPS)
         )
@@ -134,7 +134,7 @@ def report_of(policy, outputs, *, rows, seconds, timed=True):
 
 
 def test_the_guard_counts_steps_beside_newcomers_and_leaves_their_prompts_out():
-    policy = AdaptivePolicy([Trees(seconds=0.1)], "auto", prior=GPU)
+    policy = AdaptivePolicy([DraftShape(seconds=0.1)], "auto", prior=GPU)
     times = policy._times[0]
     times.observe(1, 1.0, drafted=False)
     in_vain = ResultRow(sequence("a"), [1], False, "trees", 1, 0, 1)

@@ -622,7 +622,7 @@ def test_all_of_a_draft_goes_to_the_device_where_trees_of_the_device_stand_besid
     ints = torch.zeros(1, 3, dtype=torch.int64, device=device)
     q = Proposal(probs=torch.rand(2, 5, device=device), row_of=torch.tensor([[0, 1, -1]]))
     trees = Draft.device_trees(ints, ints, torch.tensor([3]), 2, depth=ints)
-    chain = Draft.chains(ints[:, :2], torch.tensor([2]), q, unseen=True)
+    chain = Draft.chains(ints[:, :2], torch.tensor([2]), q, tokens_on_device=True)
     draft = Draft.merge([([0], trees), ([1], chain)], batch=2, vocab_size=5)
     if placed:
         draft = draft.placed(device)

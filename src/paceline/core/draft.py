@@ -58,7 +58,7 @@ class DraftArrays(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Trees:
+class DraftShape:
     """The shape of a draft that was found to be sound. Steps have the same again and again: drafts of one shape share
     one, and what follows from it is kept by it. Never written to."""
 
@@ -90,9 +90,9 @@ class Draft:
     depth: Tensor  # (B, N) int64; 0 in such rows
     num_nodes: Tensor  # (B,) int64
     q: Proposal | None = None  # None: every row is deterministic
-    unseen: bool = False  # the tokens are on the model's device, and the host has not read them
+    tokens_on_device: bool = False  # the tokens are on the model's device, and the host has not read them
     device_parents: Tensor | None = None  # (B, N) int64 on the device, of the rows that are `UNKNOWN` on the host
-    device_depth: Tensor | None = None  # (B, N) int64, beside `device_parents` once these are made `sound`
+    device_depth: Tensor | None = None  # (B, N) int64, beside `device_parents` once these are made `repaired`
     depth_bound: int = 0  # of those rows' trees
     token_bound: int = sys.maxsize  # all tokens are known to be below it, and none to be negative, where it is lower
 
@@ -121,7 +121,7 @@ class Draft:
     def arrays(self) -> DraftArrays:
         """Copied from the device, where a draft is there; tokens that the host has not seen are not waited for."""
         parents, depth, num_nodes = (part.cpu().numpy() for part in (self.parents, self.depth, self.num_nodes))
-        waits = self.unseen and not self.tokens.is_cpu
+        waits = self.tokens_on_device and not self.tokens.is_cpu
         tokens = np.zeros_like(parents) if waits else self.tokens.cpu().numpy()
         return DraftArrays(tokens, parents, depth, num_nodes)
 
@@ -139,7 +139,7 @@ class Draft:
         return self.shape[1]
 
     @functools.cached_property
-    def trees(self) -> Trees:
+    def trees(self) -> DraftShape:
         """Raises ValueError where a row is no tree."""
         _, parents, depth, counts = self.arrays
         unknown = self.device_parents is not None
@@ -170,7 +170,7 @@ class Draft:
 
     @staticmethod
     def chains(
-        tokens: Tensor, num_nodes: Tensor | None = None, q: Proposal | None = None, *, unseen: bool = False
+        tokens: Tensor, num_nodes: Tensor | None = None, q: Proposal | None = None, *, tokens_on_device: bool = False
     ) -> Draft:
         """(B, K) tokens, the first num_nodes of each row in use (all, if None), every node a child of the one before.
 
@@ -182,15 +182,15 @@ class Draft:
         index = np.arange(width)
         used = index < num_nodes.numpy()[:, None]
         parents, depth = np.where(used, index - 1, -1), (index + 1) * used
-        if not unseen and q is None:
+        if not tokens_on_device and q is None:
             return Draft.of_arrays(tokens.numpy() * used, parents, depth, num_nodes.numpy())
         return Draft(
-            tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
+            tokens=tokens if tokens_on_device else torch.from_numpy(tokens.numpy() * used),
             parents=torch.from_numpy(parents),
             depth=torch.from_numpy(depth),
             num_nodes=num_nodes,
             q=q,
-            unseen=unseen,
+            tokens_on_device=tokens_on_device,
         )
 
     @staticmethod
@@ -209,7 +209,7 @@ class Draft:
             parents=torch.from_numpy(np.where(used, UNKNOWN, -1)),
             depth=torch.from_numpy(np.zeros(used.shape, np.int64)),
             num_nodes=num_nodes,
-            unseen=True,
+            tokens_on_device=True,
             device_parents=parents,
             device_depth=depth,
             depth_bound=depth_bound,
@@ -240,7 +240,7 @@ class Draft:
             merged,
             tokens=_merge_tokens(parts, merged.tokens),
             q=_merge_proposals(proposals, batch, merged.width, vocab_size) if proposals else None,
-            unseen=any(draft.unseen for _, draft in parts),
+            tokens_on_device=any(draft.tokens_on_device for _, draft in parts),
             device_parents=_placed(shapes, size, shapes[0][1].device) if shapes else None,
             device_depth=_placed(depths, size, depths[0][1].device) if depths and sound else None,
             depth_bound=max((draft.depth_bound for _, draft in parts), default=0),
@@ -266,7 +266,7 @@ class Draft:
             q = replace(q, row_of=torch.from_numpy(row_of))
         return replace(
             self,
-            tokens=tokens if self.unseen else tokens * torch.from_numpy(used),
+            tokens=tokens if self.tokens_on_device else tokens * torch.from_numpy(used),
             parents=torch.from_numpy(np.where(used, self.parents.numpy()[at, :width], -1)),
             depth=torch.from_numpy(np.where(used, self.depth.numpy()[at, :width], 0)),
             num_nodes=torch.from_numpy(num_nodes),
@@ -288,10 +288,10 @@ class Draft:
                 return self
             num_nodes, row_of = packed_to(device, self.num_nodes, self.num_nodes if q is None else q.row_of)
             return replace(self, num_nodes=num_nodes, q=None if q is None else q.to(device, row_of))
-        parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes]
+        parts = [self.num_nodes if self.tokens_on_device else self.tokens, self.parents, self.depth, self.num_nodes]
         (tokens, parents, depth, num_nodes, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
         q = None if q is None else q.to(device, row_of)
-        if self.unseen:  # the tokens are there already
+        if self.tokens_on_device:  # the tokens are there already
             tokens = self.tokens
         if self.device_parents is not None:
             assert self.device_depth is not None, "make it sound first"
@@ -304,7 +304,7 @@ class Draft:
             depth=depth,
             num_nodes=num_nodes,
             q=q,
-            unseen=self.unseen,
+            tokens_on_device=self.tokens_on_device,
             depth_bound=self.max_depth,
         )
 
@@ -314,7 +314,7 @@ class Draft:
             return self
         return replace(self.to(device), num_nodes=self.num_nodes, q=self.q)
 
-    def sound(self, vocab_size: int) -> Draft:
+    def repaired(self, vocab_size: int) -> Draft:
         """The same, with trees and tokens that only the device knows made valid there. Any first nodes of each row are
         then sound too."""
         if self.device_parents is None or self.device_depth is not None:
@@ -326,27 +326,27 @@ class Draft:
         """The same, with tokens and trees read from the device; on a CPU every draft is read."""
         if self.device_parents is None:
             return self
-        host = self.sound(vocab_size)
+        host = self.repaired(vocab_size)
         assert host.device_parents is not None
         assert host.device_depth is not None
         parents, depth = host.device_parents.cpu(), host.device_depth.cpu()
         host = replace(host, tokens=host.tokens.cpu(), device_parents=parents, device_depth=depth)
         used = torch.arange(self.width) < self.num_nodes[:, None]
         host = host.to(torch.device("cpu"))
-        return replace(host, tokens=host.tokens * used, unseen=False, depth_bound=0)
+        return replace(host, tokens=host.tokens * used, tokens_on_device=False, depth_bound=0)
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as defined above. Tokens and trees the host has not seen are not
         read, which would wait for them: they are made valid on the device."""
         tokens, parents, depth, counts = self.arrays
         if not tokens.dtype == parents.dtype == depth.dtype == counts.dtype == np.int64 or (
-            self.unseen and self.tokens.dtype != torch.int64
+            self.tokens_on_device and self.tokens.dtype != torch.int64
         ):
             raise ValueError("tokens, parents, depth and num_nodes must be int64")
         if not tokens.shape == parents.shape == depth.shape == (len(counts), self.width):
             raise ValueError("tokens, parents and depth must have a row for each number of nodes")
         trees = self.trees
-        if not self.unseen and self.token_bound > vocab_size:
+        if not self.tokens_on_device and self.token_bound > vocab_size:
             unsigned = tokens.view(np.uint64)  # negative ones are the largest
             if np.maximum.reduce(unsigned, None, initial=0) >= vocab_size:
                 _refuse(trees.used & (unsigned >= vocab_size), "row {}, node {}: a token outside the vocabulary")
@@ -413,7 +413,7 @@ def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int
 
 
 @functools.lru_cache(128)
-def _trees(shape: bytes, counts: tuple[int, ...], width: int, unknown: bool) -> Trees:
+def _trees(shape: bytes, counts: tuple[int, ...], width: int, unknown: bool) -> DraftShape:
     """`shape`: parents, then depths. `unknown`: some rows are known to the device alone."""
     count, node = np.array(counts, np.int64), np.arange(width)
     parent, depth = np.frombuffer(shape, np.int64).copy().reshape(2, len(count), width)  # torch wants to own them
@@ -425,7 +425,7 @@ def _trees(shape: bytes, counts: tuple[int, ...], width: int, unknown: bool) -> 
     rows = np.arange(len(count))[:, None]
     above = np.where(parent < 0, 0, depth[rows, np.where(used, parent, -1)]) if width else depth
     _refuse(used & (depth != above + 1), "row {}, node {}: depth is not its parent's plus one")
-    return Trees(parent, depth, count, counts, used, int(depth.max(initial=0)))
+    return DraftShape(parent, depth, count, counts, used, int(depth.max(initial=0)))
 
 
 def _refuse(wrong: Bools, complaint: str) -> None:
@@ -435,7 +435,7 @@ def _refuse(wrong: Bools, complaint: str) -> None:
 
 def _merge_tokens(parts: Sequence[tuple[Sequence[int], Draft]], into: Tensor) -> Tensor:
     """If the host has not seen some tokens, all go to their device."""
-    device = next((draft.tokens.device for _, draft in parts if draft.unseen), None)
+    device = next((draft.tokens.device for _, draft in parts if draft.tokens_on_device), None)
     if device is not None:
         return _placed([(rows, draft.tokens) for rows, draft in parts], into.shape, device)
     for rows, draft in parts:

@@ -226,9 +226,9 @@ class DrafterSet:
             if any(map(operator.gt, draft.trees.num_nodes, [row.max_nodes for row in rows])):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
-            if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):
+            if draft.q is not None and not draft.tokens_on_device and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")
-            return draft.sound(self._vocab_size)  # here, where a draft begun behind a step costs no time
+            return draft.repaired(self._vocab_size)  # here, where a draft begun behind a step costs no time
         except Exception as problem:  # whatever it is, the answer does not depend on it
             self._complain(drafter, problem)
             return None

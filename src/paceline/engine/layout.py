@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.draft import UNKNOWN, Draft, Trees
+from paceline.core.draft import UNKNOWN, Draft, DraftShape
 from paceline.core.sequence import Sequence
 from paceline.engine.batch import Batch, Bools, Ints
 from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan, slots_of
@@ -41,7 +41,7 @@ class PromptRows(NamedTuple):
 @dataclass
 class Layout:
     tokens: Tensor  # (M,); -1 - u: token u of those the host has not seen
-    unseen: bool  # such codes are left to fill in, beside those of trees that only the device knows
+    tokens_on_device: bool  # such codes are left to fill in, beside those of trees that only the device knows
     plan: PassPlan
     prompts: list[PromptRows]  # rows whose logits are only looked at
     depths: Ints  # by row of the batch: of its deepest node; a bound, where only the device knows
@@ -97,9 +97,9 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     slots[:] = stored
     tokens[of.own] = _own_tokens(batch)
     path, depths, device_trees = of.no_path, of.depths, None
-    unseen = draft.unseen and draft.width > 0
+    tokens_on_device = draft.tokens_on_device and draft.width > 0
     if draft.width:
-        tokens[of.nodes] = -1 - of.used if draft.unseen else draft.arrays.tokens.take(of.used)
+        tokens[of.nodes] = -1 - of.used if draft.tokens_on_device else draft.arrays.tokens.take(of.used)
     if of.path is not None:
         path = stored.take(of.path)
         np.putmask(path, of.beyond, -1)
@@ -108,12 +108,12 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
             device_trees = _device_trees(draft, of.node_rows, batch.sampled_lengths)
             unknown, depths = device_trees.numbers[:, 0], depths.copy()
             depths[batch.sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
-            unseen = len(unknown) < int(np.count_nonzero(in_draft))
+            tokens_on_device = len(unknown) < int(np.count_nonzero(in_draft))
     host = HostPlan(each, path, batch.tables, known := torch.from_numpy(tokens))
     longest = int(np.maximum.reduce(each[REACH], initial=0)) + (0 if device_trees is None else device_trees.max_depth)
     return Layout(
         tokens=known,
-        unseen=unseen,
+        tokens_on_device=tokens_on_device,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
         prompts=[] if batch.only_decodes else _prompt_rows(batch, of.begin),
         depths=depths,
@@ -142,7 +142,7 @@ class _Shape(NamedTuple):
     trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
 
 
-def _shape(counts: bytes, samples: bytes, drafts: Trees, max_depth: int) -> _Shape:
+def _shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: int) -> _Shape:
     """Never written to: it serves many steps."""
     count, sampling = np.frombuffer(counts, np.int64), np.flatnonzero(np.frombuffer(samples, np.bool_))
     parent, depth, drafted, width = drafts.parent, drafts.depth, drafts.count, drafts.parent.shape[1]
@@ -194,9 +194,9 @@ def _shape(counts: bytes, samples: bytes, drafts: Trees, max_depth: int) -> _Sha
 _kept_shape = functools.lru_cache(128)(_shape)
 
 
-def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:
+def filled_in(codes: Tensor, tokens_on_device: Tensor) -> Tensor:
     """Tokens of a layout, on the device: code -1 - u stands for the u-th of those the host has not seen (U,)."""
-    return torch.where(codes < 0, unseen[(-1 - codes).clamp_min(0)], codes)
+    return torch.where(codes < 0, tokens_on_device[(-1 - codes).clamp_min(0)], codes)
 
 
 def _prompt_rows(batch: Batch, begin: Ints) -> list[PromptRows]:

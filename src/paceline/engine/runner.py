@@ -57,12 +57,12 @@ class Runner:
         """`after`: rows of the batch take tokens from its unread verdict."""
         draft = self._soundly(draft)
         layout = lay_out(batch, draft, self.cache.block_size)
-        unseen = draft.tokens.flatten() if layout.unseen else None
+        tokens_on_device = draft.tokens.flatten() if layout.tokens_on_device else None
         if after is not None and after.unread is not None:
-            unseen = after.unread.tokens[:, 0].clamp_min(0)  # verdict.INVALID is no token
-        if unseen is not None:
-            (codes,) = packed_to(unseen.device, layout.tokens.long())
-            layout.tokens = filled_in(codes, unseen)
+            tokens_on_device = after.unread.tokens[:, 0].clamp_min(0)  # verdict.INVALID is no token
+        if tokens_on_device is not None:
+            (codes,) = packed_to(tokens_on_device.device, layout.tokens.long())
+            layout.tokens = filled_in(codes, tokens_on_device)
         started = time.perf_counter()
         rows = rows_with_logits(layout)
         output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
@@ -96,4 +96,4 @@ class Runner:
         if draft.device_parents is None:
             return draft
         vocab = self.model.config.vocab_size
-        return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.sound(vocab)
+        return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.repaired(vocab)

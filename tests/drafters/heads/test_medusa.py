@@ -79,7 +79,7 @@ def test_a_smaller_budget_is_the_beginning_of_the_same_tree():
     draft = drafted(drafter, hidden, [9, 1, 200, 4])
     draft.validate(CONFIG.vocab_size)
     assert draft.num_nodes.tolist() == [9, 1, MAX_K, 4]
-    assert draft.unseen
+    assert draft.tokens_on_device
     for row, count in enumerate(draft.num_nodes.tolist()):
         for part in (draft.tokens, draft.parents, draft.depth):
             assert torch.equal(part[row, :count], part[2, :count])

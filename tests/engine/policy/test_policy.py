@@ -665,7 +665,7 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
 # -- trees
 
 
-class Trees(Model):
+class DraftShape(Model):
     """The n-th node is on the accepted path so often, whatever the others; all nodes take one pass."""
 
     trees = True
@@ -701,7 +701,7 @@ def test_trees_get_the_nodes_that_pay(curve, count):
     """Against every fixed number of nodes, by what they bring on average, with the luck of several runs."""
     tokens, clock, budgets = 0, 0.0, []
     for seed in range(6):
-        drafter = Trees(seconds=0.004, seed=seed)
+        drafter = DraftShape(seconds=0.004, seed=seed)
         prior = GPU if curve is FLAT else CPU
         policy, sequences = AdaptivePolicy([drafter], "trees", None, prior), [sequence(str(at)) for at in range(count)]
         for _ in range(150):
@@ -720,7 +720,7 @@ def test_trees_get_the_nodes_that_pay(curve, count):
 
 def test_nodes_that_a_drafter_leaves_out_cost_nothing():
     """Where a drafter knows when it is right, many nodes are asked for and few are drafted."""
-    drafter, answer, rng = Trees(seconds=0.004), sequence("a"), random.Random(2)
+    drafter, answer, rng = DraftShape(seconds=0.004), sequence("a"), random.Random(2)
     policy, tokens, clock, asked, drafted, plain_s = AdaptivePolicy([drafter], "trees", None, CPU), 0, 0.0, [], [], 0.0
     for step_number in range(500):
         (choice,) = policy.plan([answer], 0, False)
@@ -760,7 +760,7 @@ def test_a_method_that_loses_does_not_stop_the_others():
 
 def test_a_few_unlucky_trees_do_not_end_drafting():
     """Nodes of a tree are accepted together or not at all: four trees that bring nothing are four misses, not sixty."""
-    drafter, answer = Trees(seconds=0.0065), sequence("a")
+    drafter, answer = DraftShape(seconds=0.0065), sequence("a")
     policy = AdaptivePolicy([drafter], "trees", None, GPU)
     shares, drafter.shares = drafter.shares, np.zeros(64)
     unlucky = 0
@@ -773,7 +773,7 @@ def test_a_few_unlucky_trees_do_not_end_drafting():
 
 def test_a_draft_that_once_took_long_is_timed_again():
     """Something else ran on the machine just then. Draft after draft is given up, so nothing but time can tell."""
-    drafter, answer = Trees(seconds=0.0065), sequence("a")
+    drafter, answer = DraftShape(seconds=0.0065), sequence("a")
     policy = AdaptivePolicy([drafter], "trees", None, GPU)
     drafter.seconds = 0.5
     while all(tree_step(policy, drafter, [answer], FLAT)[2]) or policy._steps < 8:
@@ -784,7 +784,7 @@ def test_a_draft_that_once_took_long_is_timed_again():
 
 
 def test_what_is_known_of_trees_is_kept_between_runs():
-    drafter = Trees(seconds=0.004)
+    drafter = DraftShape(seconds=0.004)
     policy = AdaptivePolicy([drafter], "trees")
     for _ in range(60):
         tree_step(policy, drafter, [sequence("a")], FLAT)
@@ -802,7 +802,7 @@ def test_what_was_learnt_on_a_busy_machine_holds_when_it_is_quiet_and_the_other_
     pay, by a quarter."""
     answer, state, shares = sequence("a"), None, []
     for times in (slower, 1.0, slower, 1.0):
-        drafter = Trees(seconds=0.01 * times)
+        drafter = DraftShape(seconds=0.01 * times)
         curve = {rows: times * seconds for rows, seconds in ON_TWO_CORES.items()}
         policy = AdaptivePolicy([drafter], "trees")
         if state is not None:
@@ -827,7 +827,7 @@ def test_plans_of_batches_with_as_many_rows_are_told_apart_by_their_sequences():
 
     fixed = [sequence("c", speculation={"method": "trees", "k": 3})]
     none = [sequence(f"d{at}", speculation="none") for at in range(4)]
-    drafter = Trees(seconds=0.004)
+    drafter = DraftShape(seconds=0.004)
     learnt = AdaptivePolicy([drafter], "trees")
     for _ in range(60):
         tree_step(learnt, drafter, [sequence(str(at)) for at in range(6)], FLAT)
@@ -873,7 +873,7 @@ def test_a_model_is_not_left_for_a_lookup_that_is_hardly_better():
 def test_late_nodes_of_trees_are_not_judged_one_by_one(count, first):
     """On an H200's passes many nodes pay, each accepted once in thirty drafts or less: the lowest rate of some of them
     is chance."""
-    drafter = Trees(seconds=0.02 * 0.85, first=first, falls=1.35)
+    drafter = DraftShape(seconds=0.02 * 0.85, first=first, falls=1.35)
     policy, sequences = AdaptivePolicy([drafter], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(count)]
     padded = {rows: H200_MS[next(size for size in H200_MS if size >= rows)] for rows in range(1, 1025)}
     steps = [tree_step(policy, drafter, sequences, padded) for _ in range(300)]

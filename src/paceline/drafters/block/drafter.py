@@ -237,7 +237,7 @@ class DSparkDrafter(TappedDrafter):
         counts = self._counts(rows)
         tokens, parents, depth = found[:, :, : max(counts)]
         if self._beam == 1:
-            return Draft.chains(tokens, torch.tensor(counts), unseen=True)
+            return Draft.chains(tokens, torch.tensor(counts), tokens_on_device=True)
         known = depth if self._tree_kernels else None
         return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 

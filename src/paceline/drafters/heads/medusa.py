@@ -164,7 +164,7 @@ class MedusaDrafter(TappedDrafter):
             parents=torch.from_numpy(np.where(used, tree.parents[:width], -1)),
             depth=torch.from_numpy(np.where(used, tree.depth[:width], 0)),
             num_nodes=torch.from_numpy(counts),
-            unseen=True,
+            tokens_on_device=True,
         )
 
     def _ranked(self, hidden: Tensor, depth: int) -> Tensor:

@@ -45,7 +45,7 @@ class Drafted:
             (index,) = packed_to(tokens.device, torch.tensor(rows))
             tokens = tokens[index]
         q = None if self.q is None else Proposal(probs=self.q, row_of=self._row_of(rows, counts, width))
-        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), q, unseen=True)
+        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), q, tokens_on_device=True)
 
     def _row_of(self, rows: list[int], counts: list[int], width: int) -> Tensor:
         row_of = torch.full((len(rows), width + 1), -1)

@@ -52,7 +52,7 @@ class _State:
     valid: int = 0  # slots [0, valid) hold the K/V of the sequence's tokens
     shared: tuple[int, int] = (0, 0)  # later slots that are valid too: a prefix hit on blocks the drafter filled
     drafted: list[int] = field(default_factory=list)  # tokens whose K/V follow in slots valid, valid + 1, ...
-    unseen: int | None = None  # number of such tokens where the host has not seen them; None: it has
+    tokens_on_device: int | None = None  # number of such tokens where the host has not seen them; None: it has
 
 
 class _Chains:
@@ -140,9 +140,9 @@ class DraftModelDrafter:
         """Keep the K/V of drafted tokens that were committed. Other tokens are read when a draft is next needed."""
         for sequence, computed in verified:
             state = self._states[sequence.key]
-            if state.unseen is not None:  # the accepted part is in the cache
-                state.valid = max(min(computed, state.valid + state.unseen), state.valid)
-                state.unseen = None
+            if state.tokens_on_device is not None:  # the accepted part is in the cache
+                state.valid = max(min(computed, state.valid + state.tokens_on_device), state.valid)
+                state.tokens_on_device = None
             elif state.drafted:
                 for drafted, committed in zip(state.drafted, sequence.tokens[state.valid :], strict=False):
                     if drafted != committed:
@@ -199,7 +199,7 @@ class DraftModelDrafter:
         state = self._states.get(row.sequence.key)
         return (
             state is not None
-            and state.unseen is not None
+            and state.tokens_on_device is not None
             and state.valid == len(row.sequence.tokens) >= READ
             and row.max_nodes > 0
             and self._uses_chain(row.sequence)
@@ -235,7 +235,7 @@ class DraftModelDrafter:
         """The host has not seen the chain's tokens; the K/V of all but the last are computed."""
         state = self._states[sequence.key]
         state.valid, state.drafted = len(sequence.tokens), []
-        state.unseen = max(min(count - 1, self._slots_behind(sequence)), 0)
+        state.tokens_on_device = max(min(count - 1, self._slots_behind(sequence)), 0)
 
     def _run_chain(
         self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], after: UnreadVerdict | None
@@ -254,7 +254,7 @@ class DraftModelDrafter:
             self._chains.remove(chain)
             self._picking = [other for other in self._picking if other is not chain]
             for state in self._states.values():
-                state.valid, state.shared, state.unseen = 0, (0, 0), None
+                state.valid, state.shared, state.tokens_on_device = 0, (0, 0), None
             raise
 
     def _chain_for(self, sequences: list[Sequence]) -> GreedyChain | None:
@@ -335,7 +335,7 @@ class DraftModelDrafter:
         )
         for row, sequence in zip(reading, sequences, strict=True):
             state, rest = self._states[sequence.key], missing[row][len(now[row]) :]
-            state.valid, state.drafted, state.unseen = rest[0] if rest else len(sequence.tokens), [], None
+            state.valid, state.drafted, state.tokens_on_device = rest[0] if rest else len(sequence.tokens), [], None
         return chains, logits
 
     def _extend(self, chains: _Chains, active: int, depth: int, tables: Tensor) -> Tensor:
