@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.rng import Lane, coin_of
-from paceline.core.verdict import Kind
+from paceline.core.verdict import TokenKind
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
@@ -434,7 +434,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_answer_there(method):
         stopping = [params(max_tokens=40, stop_token_ids=[stop], **wish) for stop in range(VOCAB)]
         sequences, outputs = check(method, every([(prompt_of(which, 12), one) for one in stopping]), k=6)
         for stop, name in enumerate(sequences):
-            inside += sequences[name].stop_reason == stop and outputs[name][-1].kinds[-1] == Kind.DRAFTED
+            inside += sequences[name].stop_reason == stop and outputs[name][-1].kinds[-1] == TokenKind.DRAFTED
     assert inside > 0, "no stop token was ever drafted"
 
 
@@ -445,7 +445,7 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
         kinds = (False, True) if eos < 3 else (False,)  # a row alone, and two that end apart
         requests = every([(prompt_of(0, 12), params(max_tokens=40, ignore_eos=ignore)) for ignore in kinds])
         sequences, outputs = check(method, requests, k=6, eos=(eos,))
-        inside += sequences["0"].finish_reason == "stop" and outputs["0"][-1].kinds[-1] == Kind.DRAFTED
+        inside += sequences["0"].finish_reason == "stop" and outputs["0"][-1].kinds[-1] == TokenKind.DRAFTED
     assert inside > 0, "EOS was never drafted"
 
 

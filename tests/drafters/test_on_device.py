@@ -13,7 +13,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.core.draft import Draft, packed_to
-from paceline.core.verdict import Kind, Verdict
+from paceline.core.verdict import TokenKind, Verdict
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
@@ -217,7 +217,7 @@ def widened(verify, width, *args, **options):
     wide = Verdict.blank(batch, width, verdict.path.device)
     wide.tokens.fill_(-1)
     wide.path.fill_(-1)
-    wide.kinds.fill_(int(Kind.PAD))
+    wide.kinds.fill_(int(TokenKind.PAD))
     wide.num_accepted.copy_(verdict.num_accepted)
     wide.tokens[:, : depth + 1], wide.path[:, :depth] = verdict.tokens, verdict.path
     wide.kinds[:, : depth + 1] = verdict.kinds

@@ -13,7 +13,7 @@ import torch
 from paceline.core import rng
 from paceline.core.draft import Proposal
 from paceline.core.rng import Lane
-from paceline.core.verdict import Kind
+from paceline.core.verdict import TokenKind
 from paceline.engine.sampler import Sampler
 from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, draw, probabilities, process, propose, assign_rules, verify
 from paceline.verify.dispatch import moved
@@ -290,7 +290,7 @@ def test_a_draft_from_the_target_itself_is_accepted_whole(kernels):
             draft = replace(draft, q=Proposal(probs=probs, row_of=draft.q.row_of))
             verdict = verify(draft, logits, row_of, nodes, asked, draws, max_depth=4, source=hostile)
             assert (verdict.num_accepted == 4).all()
-            assert (verdict.kinds[:, 4] == Kind.BONUS).all()
+            assert (verdict.kinds[:, 4] == TokenKind.BONUS).all()
 
 
 def test_the_models_logits_are_never_written_into(kernels):

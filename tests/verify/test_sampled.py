@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, coin
-from paceline.core.verdict import Kind
+from paceline.core.verdict import TokenKind
 from paceline.verify import SamplingMetadata, DrawKeys, Nodes, RowRules, probabilities, process, assign_rules, verify
 from paceline.verify.dispatch import moved
 from paceline.verify.tree import _postorder
@@ -129,7 +129,7 @@ def test_a_draft_from_the_target_itself_is_accepted_whole_with_a_bonus():
         arguments = sampled_batch(300, [chains(length)] * 300, spread=0.0)
         verdict = verify(*arguments, max_depth=4, source=source)
         assert (verdict.num_accepted == length).all()
-        assert (verdict.kinds[:, length] == Kind.BONUS).all()
+        assert (verdict.kinds[:, length] == TokenKind.BONUS).all()
 
 
 def test_of_a_tree_from_the_target_itself_the_first_leaf_is_accepted():
@@ -137,7 +137,7 @@ def test_of_a_tree_from_the_target_itself_the_first_leaf_is_accepted():
     draft, logits, row_of, nodes, metadata, draws = sampled_batch(300, [shape] * 300, spread=0.0)
     verdict = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=2)
     assert verdict.path.tolist() == [[0, 2]] * 300
-    assert (verdict.kinds[:, 2] == Kind.BONUS).all()
+    assert (verdict.kinds[:, 2] == TokenKind.BONUS).all()
 
 
 @pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
@@ -152,7 +152,7 @@ def test_a_hostile_drafter_gets_nothing_accepted(shape):
     verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=3)
     assert not verdict.num_accepted.any()
     assert (verdict.tokens[:, 0] < 3).all()
-    assert (verdict.kinds[:, 0] == Kind.RECOVERED).all()
+    assert (verdict.kinds[:, 0] == TokenKind.RECOVERED).all()
 
 
 SHAPES = [chains(3), [], [-1, -1, 0, 1], chains(1), [-1, -1, -1], chains(4), [-1, 0, 0, 2, -1], chains(2)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline.core.draft import Draft, Proposal, ancestors
 from paceline.core.rng import gumbel_from, unit_row
-from paceline.core.verdict import Kind
+from paceline.core.verdict import TokenKind
 from paceline.models.backends.cpu.kernels import native_draw, open_library, runnable_variants
 from paceline.verify import SamplingMetadata, DrawKeys, Nodes, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
@@ -165,7 +165,7 @@ def naive_walk(tokens, parents, said):
         children = [node for node, parent in enumerate(parents) if parent == at]
         match = [node for node in children if tokens[node] == y]
         if not match:
-            return [tokens[node] for node in path] + [y], path, Kind.RECOVERED if children else Kind.BONUS
+            return [tokens[node] for node in path] + [y], path, TokenKind.RECOVERED if children else TokenKind.BONUS
         at = match[0]
         path.append(at)
 
@@ -197,7 +197,7 @@ def check_against_a_loop(walks, rows, drawn, draft, row_of):
         assert int(verdict.num_accepted[b]) == n
         assert verdict.tokens[b].tolist() == expected + [-1] * (7 - n)
         assert verdict.path[b].tolist() == path + [-1] * (7 - n)
-        assert verdict.kinds[b].tolist() == [Kind.DRAFTED] * n + [kind] + [Kind.PAD] * (7 - n)
+        assert verdict.kinds[b].tolist() == [TokenKind.DRAFTED] * n + [kind] + [TokenKind.PAD] * (7 - n)
 
 
 @pytest.mark.parametrize("walks", [by_argmax(the_long_way), by_argmax(walk_on_host)], ids=["walk", "greedy"])
@@ -393,7 +393,7 @@ def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 0.0]])
     verdict = walk_on_host(Draft.empty(2), logits, [[1], [0]], 0, [TokenSampler(0.0, 0, False)] * 2, [5, 5])
     assert verdict.tokens.tolist() == [[0], [1]]
-    assert verdict.kinds.tolist() == [[Kind.BONUS]] * 2
+    assert verdict.kinds.tolist() == [[TokenKind.BONUS]] * 2
     assert verdict.num_accepted.tolist() == [0, 0]
 
 
@@ -404,7 +404,7 @@ def test_plain_decoding_is_the_empty_draft(path):
         Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), SamplingMetadata(), draws, max_depth=0, num_logprobs=1
     )
     assert verdict.tokens.tolist() == [[1], [0]]
-    assert verdict.kinds.tolist() == [[Kind.BONUS], [Kind.BONUS]]
+    assert verdict.kinds.tolist() == [[TokenKind.BONUS], [TokenKind.BONUS]]
     assert verdict.num_accepted.tolist() == [0, 0]
     assert verdict.path.shape == (2, 0)
     assert verdict.logprobs.rank.tolist() == [[1], [1]]

@@ -23,7 +23,7 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import machine_facts
 from paceline.build import load, make_drafters, make_engine, make_policy
 from paceline.config import AUTO, MAX_K, NONE, EngineConfig, SpeculationConfig
-from paceline.core.verdict import Kind
+from paceline.core.verdict import TokenKind
 from paceline.drafters import Drafter
 from paceline.drafters.methods import METHODS, available
 from paceline.engine.engine import Engine
@@ -60,7 +60,7 @@ class TimedEngine:
             moment = self._clock() - started
             for at, (sequence, tokens) in enumerate(zip(result.sequences, result.tokens, strict=True)):
                 commits[sequence.key].append((moment, len(tokens)))
-                kinds[sequence.key] += [kind == Kind.DRAFTED for kind in result.kinds_of(at)]
+                kinds[sequence.key] += [kind == TokenKind.DRAFTED for kind in result.kinds_of(at)]
         answers = tuple(
             Answer(
                 tuple(sequence.output_tokens),

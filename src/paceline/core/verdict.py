@@ -18,7 +18,7 @@ from torch import Tensor
 INVALID = -1  # in place of a token: no token can be drawn from logits that are not numbers
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     """Where a committed token came from."""
 
     DRAFTED = 0
@@ -74,7 +74,7 @@ class Verdict:
         if name == "num_accepted":
             numbers = np.array([len(row.path) for row in self.rows], np.int64)
         else:
-            width, filler = self.__dict__["_depth"] + (name != "path"), int(Kind.PAD) if name == "kinds" else -1
+            width, filler = self.__dict__["_depth"] + (name != "path"), int(TokenKind.PAD) if name == "kinds" else -1
             numbers = np.full((len(self.rows), width), filler, np.uint8 if name == "kinds" else np.int64)
             for into, row in zip(numbers, self.rows, strict=True):
                 part = getattr(row, name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.config import NONE
 from paceline.core.sequence import Sequence
-from paceline.core.verdict import Kind
+from paceline.core.verdict import TokenKind
 
 Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -139,7 +139,7 @@ class StepResult:
         """Return the TokenKind of each token that the sequence committed."""
         tokens = self.tokens[index]
         if self.kinds is None or index not in self.drafts:
-            return [int(Kind.BONUS)] * len(tokens)
+            return [int(TokenKind.BONUS)] * len(tokens)
         return self.kinds(index)[: len(tokens)]
 
     @property

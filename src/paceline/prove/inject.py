@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, coin
-from paceline.core.verdict import Kind, Verdict
+from paceline.core.verdict import TokenKind, Verdict
 from paceline.engine import sampler
 from paceline.engine.engine import Engine
 from paceline.engine.in_flight import InFlightStep
@@ -62,7 +62,7 @@ def _biased(
     moved &= draws.by(SamplingMode.COIN) & (verdict.tokens[:, 0] == best.indices[:, 0])
     tokens, kinds, path = verdict.tokens.clone(), verdict.kinds.clone(), verdict.path.clone()
     tokens[moved, 0], tokens[moved, 1:] = best.indices[moved, 1], -1
-    kinds[moved, 0], kinds[moved, 1:] = int(Kind.RECOVERED), int(Kind.PAD)
+    kinds[moved, 0], kinds[moved, 1:] = int(TokenKind.RECOVERED), int(TokenKind.PAD)
     path[moved] = -1
     num_accepted = verdict.num_accepted.masked_fill(moved, 0)
     return replace(verdict, tokens=tokens, kinds=kinds, path=path, num_accepted=num_accepted, packed=None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
-from paceline.core.verdict import Kind, Verdict
+from paceline.core.verdict import TokenKind, Verdict
 from paceline.sampling_params import SamplingParams
 
 MOST_STEPS = 48  # kept of one generation: a step's logits take megabytes
@@ -34,8 +34,8 @@ class Seen:
         """`drafted` (B,) bool: the rows that carried a draft."""
         final = verdict.kinds.gather(1, verdict.num_accepted[:, None])[:, 0]
         self.accepts += int(verdict.num_accepted.sum())
-        self.rejects += int(((final == Kind.RECOVERED) & drafted).sum())
-        self.bonus += int(((final == Kind.BONUS) & drafted).sum())
+        self.rejects += int(((final == TokenKind.RECOVERED) & drafted).sum())
+        self.bonus += int(((final == TokenKind.BONUS) & drafted).sum())
         self.committed += int(verdict.num_accepted.sum()) + verdict.num_accepted.shape[0]
 
     def merge(self, other: Seen) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, bits_of, coin_of
-from paceline.core.verdict import INVALID, Kind, Verdict, VerdictRow
+from paceline.core.verdict import INVALID, TokenKind, Verdict, VerdictRow
 from paceline.verify.processors import threshold
 from paceline.verify.sample import sample, pick_seeded_row
 
@@ -26,7 +26,7 @@ Row = np.ndarray[Any, Any]  # (V,) logits
 # The token of a row: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
 DrawRow = Callable[[int, float, float, int, float, float, int], int | None]
 NativeDraw = Callable[[Tensor], DrawRow | None]  # of logits (R, V); None: not of these
-DRAFTED, RECOVERED, BONUS = int(Kind.DRAFTED), int(Kind.RECOVERED), int(Kind.BONUS)
+DRAFTED, RECOVERED, BONUS = int(TokenKind.DRAFTED), int(TokenKind.RECOVERED), int(TokenKind.BONUS)
 
 
 @dataclass(frozen=True, slots=True)

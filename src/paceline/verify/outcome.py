@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft
-from paceline.core.verdict import Kind, Verdict
+from paceline.core.verdict import TokenKind, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ def outcome(draft: Draft, path: Tensor, num_accepted: Tensor, last: Tensor, leaf
     known = torch.cat((draft.tokens, last[:, None]), 1)  # so that there is a column even where nothing was drafted
     drafted = torch.cat((known.gather(1, path.clamp_min(0)), last[:, None]), 1)
     tokens = torch.where(before, drafted, torch.where(at_end, last[:, None], -1))
-    final = torch.where(leaf, int(Kind.BONUS), int(Kind.RECOVERED))[:, None]
-    kinds = torch.where(before, int(Kind.DRAFTED), torch.where(at_end, final, int(Kind.PAD))).to(torch.uint8)
+    final = torch.where(leaf, int(TokenKind.BONUS), int(TokenKind.RECOVERED))[:, None]
+    kinds = torch.where(before, int(TokenKind.DRAFTED), torch.where(at_end, final, int(TokenKind.PAD))).to(torch.uint8)
     return Verdict(tokens=tokens, num_accepted=num_accepted, path=path, kinds=kinds)
 
 

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from benchmarks.serve_client import Answer, ask
 from paceline import LLM, SamplingParams
 from paceline.cli.serve import listen, read_keys
-from paceline.core.verdict import Kind
+from paceline.core.verdict import TokenKind
 from paceline.errors import InvalidParameter
 from paceline.server.api.generation import KINDS, Generation, TimeLimit
 from paceline.server.api.protocol import ChatRequest, CompletionRequest
@@ -377,7 +377,7 @@ def test_a_request_is_stopped_at_the_time_limit(streamed: bool) -> None:
 
 
 def test_kinds_have_the_names_of_the_engine() -> None:
-    assert [kind.name.lower() for kind in Kind][: len(KINDS)] == list(KINDS)
+    assert [kind.name.lower() for kind in TokenKind][: len(KINDS)] == list(KINDS)
 
 
 def allowed_origin(server: Server, page: str) -> str | None:
