@@ -103,19 +103,19 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def _run(self, job: Job) -> list[RequestOutput]:
+    async def _run(self, wait_group: Job) -> list[RequestOutput]:
         woken, mail = asyncio.Event(), self._mail_here()
-        job.wake = lambda: mail.post(woken.set)
+        wait_group.wake = lambda: mail.post(woken.set)
         try:
-            while not job.advance():
+            while not wait_group.advance():
                 await woken.wait()
                 woken.clear()
-            return job.outputs()
+            return wait_group.outputs()
         except BaseException:
-            job.cancel()
+            wait_group.cancel()
             raise
         finally:
-            job.close()
+            wait_group.close()
 
     def _mail_here(self) -> _Mail:
         loop = asyncio.get_running_loop()

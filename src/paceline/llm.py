@@ -246,18 +246,18 @@ class LLM:
         """
         return AnswerStream(self, StreamedRequest(self.client, prompt, params, more))
 
-    def _run(self, job: Job) -> list[RequestOutput]:
+    def _run(self, wait_group: Job) -> list[RequestOutput]:
         woken: SimpleQueue[None] = SimpleQueue()
-        job.wake = lambda: woken.put(None)
+        wait_group.wake = lambda: woken.put(None)
         try:
-            while not job.advance():
+            while not wait_group.advance():
                 woken.get()
-            return job.outputs()
+            return wait_group.outputs()
         except BaseException:  # after an error or Ctrl-C no request stays running
-            job.cancel().result()
+            wait_group.cancel().result()
             raise
         finally:
-            job.close()
+            wait_group.close()
 
 
 def _dtype_name(dtype: Any) -> str:

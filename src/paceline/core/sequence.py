@@ -39,10 +39,10 @@ class Sequence:
         max_len: int,
         bad_words: SequenceOf[SequenceOf[int]] = (),
         eos: frozenset[int] = frozenset(),
-        job: str | None = None,
+        wait_group: str | None = None,
     ) -> None:
         self.request_id = request_id
-        self.job = request_id if job is None else job  # answers that their caller waits for together
+        self.wait_group = request_id if wait_group is None else wait_group  # answers that their caller waits for together
         self.index = index  # of the request's n answers
         self.key = f"{request_id}/{index}"
         self.params = params

@@ -39,7 +39,7 @@ class Admission:
         request_id: str,
         prompt: SequenceOf[int],
         params: SamplingParams,
-        job: str | None = None,
+        wait_group: str | None = None,
         grammar: Any = None,
     ) -> list[Sequence]:
         """Return the n sequences of a request, or refuse it. `grammar`: as in `Engine.add_request`."""
@@ -50,7 +50,7 @@ class Admission:
             limit = min(limit, len(prompt) + params.max_tokens)
         bad_words = self._bad_words(params)
         sequences = [
-            Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words, eos=self.eos, job=job)
+            Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words, eos=self.eos, wait_group=wait_group)
             for index in range(params.n)
         ]
         self._check_speculation(sequences[0])

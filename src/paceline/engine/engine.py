@@ -209,12 +209,12 @@ class Engine:
         request_id: str,
         prompt: SequenceOf[int],
         params: SamplingParams,
-        job: str | None = None,
+        wait_group: str | None = None,
         grammar: Any = None,
     ) -> list[Sequence]:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
 
-        Requests of one `job` are waited for together; that changes when rows draft, never their tokens.
+        Requests of one `wait_group` are waited for together; that changes when rows draft, never their tokens.
         `grammar`: compiled by `grammars`, or the reason why it cannot be; None: compiled here.
         """
         if request_id in self._requests:
@@ -222,7 +222,7 @@ class Engine:
         waiting = len(self.scheduler.waiting)
         if waiting and waiting + params.n > self.config.max_waiting:
             raise QueueFull(f"{waiting} requests wait and max_waiting is {self.config.max_waiting}; try again later")
-        sequences = self.admission.sequences(request_id, prompt, params, job, grammar)
+        sequences = self.admission.sequences(request_id, prompt, params, wait_group, grammar)
         self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)

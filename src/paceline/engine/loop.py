@@ -37,7 +37,7 @@ class Request:
     request_id: str
     prompt: list[int]
     params: SamplingParams  # resolved
-    job: str | None = None
+    wait_group: str | None = None
     streamed: bool = False  # its tokens are reported as they are committed
     patient: bool = False  # it waits for room in a full queue; else it is refused
     grammar: Any = None  # what `structured_outputs` asks for, where it is compiled already, or why it cannot be
@@ -196,7 +196,7 @@ class EngineLoop:
         try:
             if self._died is not None:
                 raise _fresh(self._died)
-            answers = self.engine.add_request(request_id, request.prompt, request.params, request.job, request.grammar)
+            answers = self.engine.add_request(request_id, request.prompt, request.params, request.wait_group, request.grammar)
         except QueueFull as full:
             if request.patient:
                 return False

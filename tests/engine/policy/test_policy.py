@@ -79,8 +79,8 @@ class Uneven(Lookup):
         return super().accepted(sequence, budget)
 
 
-def sequence(name, room=10**6, job=None, **options):
-    made = Sequence(name, [5], SamplingParams(max_tokens=room, **options).resolve({}), max_len=room + 2, job=job)
+def sequence(name, room=10**6, wait_group=None, **options):
+    made = Sequence(name, [5], SamplingParams(max_tokens=room, **options).resolve({}), max_len=room + 2, wait_group=wait_group)
     made.tokens += [1, 1]
     made.num_computed = 2
     return made
@@ -224,7 +224,7 @@ def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole
         return seconds_of(ON_TWO_CORES, count + nodes) + (0.0004 + 0.00008 * nodes if nodes else 0.0)
 
     for j in range(6):
-        live = [sequence(f"{j}-{i}", room=128, job=f"{j}") for i in range(size)]
+        live = [sequence(f"{j}-{i}", room=128, wait_group=f"{j}") for i in range(size)]
         while live:
             clock += step(policy, [drafter], live, seconds)[1]
             live = [one for one in live if one.room]
@@ -587,7 +587,7 @@ def test_prompts_beside_them_do_not_make_drafts_cheaper():
 
 def test_sequences_that_ended_are_forgotten():
     drafter = Lookup("g", 0.9)
-    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}", room=40, job="j") for i in range(3)]
+    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}", room=40, wait_group="j") for i in range(3)]
     live = sequences
     while live:
         step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))

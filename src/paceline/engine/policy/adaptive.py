@@ -74,7 +74,7 @@ class _Rows(NamedTuple):
     sampled: list[bool]
     open: dict[str, list[int]]  # by method: rows whose k is left open
     fixed: dict[str, dict[int, int]]  # by method: the others, and k
-    jobs: dict[str, list[int]]  # whose answers are waited for together; empty: none has two rows
+    wait_groups: dict[str, list[int]]  # whose answers are waited for together; empty: none has two rows
 
 
 NO_ROWS = _Rows([], [], [], {}, {}, {})
@@ -88,7 +88,7 @@ class _Step(NamedTuple):
     times: StepTimes
     base: int  # rows without prompts and without the drafts in question
     other_rows: int  # of prompts
-    jobs: bool  # answers that are waited for together are told apart from others
+    wait_groups: bool  # answers that are waited for together are told apart from others
 
 
 @dataclass
@@ -185,9 +185,9 @@ class AdaptivePolicy:
                 rows.fixed.setdefault(method, {})[at] = k
             elif method != NONE:
                 rows.open.setdefault(method, []).append(at)
-            rows.jobs.setdefault(sequence.job, []).append(at)
-        if len(rows.jobs) == len(keys):
-            rows.jobs.clear()
+            rows.wait_groups.setdefault(sequence.wait_group, []).append(at)
+        if len(rows.wait_groups) == len(keys):
+            rows.wait_groups.clear()
         return rows
 
     def _choose_surest(
@@ -337,13 +337,13 @@ class AdaptivePolicy:
             return None
         tree, models = self._evidence.makes_trees(method), self._evidence.runs_model(method)
         values: dict[str, float] = {}
-        if step.jobs and not models and step.rows.jobs:  # a model's drafts are as long for all
+        if step.wait_groups and not models and step.rows.wait_groups:  # a model's drafts are as long for all
             by_row = dict(zip(rows, found, strict=True))
 
             def promised(at: int) -> float:
                 return self._promised(method, step.rows.sampled[at], by_row.get(at, 0))
 
-            values = self._job_values.of(step.rows.keys, step.remaining, step.rows.jobs, promised)
+            values = self._job_values.of(step.rows.keys, step.remaining, step.rows.wait_groups, promised)
         guess_s = step.times.seconds(1)
         a, b = self._draft_times.line(method, len(rows), guess_s * (PASS_GUESS if models else LOOKUP_GUESS))
         if not models:

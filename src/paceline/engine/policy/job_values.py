@@ -35,13 +35,13 @@ class JobValues:
         self,
         keys: SequenceOf[str],
         remaining: SequenceOf[int],
-        jobs: Mapping[str, SequenceOf[int]],
+        wait_groups: Mapping[str, SequenceOf[int]],
         promised: Callable[[int], float],
     ) -> dict[str, float]:
-        """By sequence. `remaining`: tokens that each may still commit; `jobs`: the rows of each; `promised`: tokens that the
+        """By sequence. `remaining`: tokens that each may still commit; `wait_groups`: the rows of each; `promised`: tokens that the
         next draft of a row promises."""
         values: dict[str, float] = {}
-        for members in jobs.values():
+        for members in wait_groups.values():
             pace = [self._pace.get(keys[at], 1.0) + FORESIGHT * promised(at) for at in members]
             squares = [(remaining[at] / each) ** 2 for at, each in zip(members, pace, strict=True)]
             scale = BELIEF * len(members) / max(sum(squares), 1e-9)
