@@ -21,7 +21,7 @@ from paceline import SamplingParams
 from paceline.config import EngineConfig, ModelConfig
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.weights import Dtypes
@@ -44,10 +44,10 @@ ASKED: tuple[dict[str, Any], ...] = ({"temperature": 0.8}, {"temperature": 0.9, 
 
 
 class Always(LearnsNothing):
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: DraftPlan) -> None:
         self._choice = choice
 
-    def plan(self, sequences: Any, other_rows: int, others_wait: bool) -> list[Choice]:
+    def plan(self, sequences: Any, other_rows: int, others_wait: bool) -> list[DraftPlan]:
         return [self._choice for _ in sequences]
 
 
@@ -83,9 +83,9 @@ def engines(device: torch.device) -> tuple[Engine, Engine]:
     config = EngineConfig(
         prefix_caching=False, num_blocks=1024, block_size=16, max_num_seqs=128, max_num_batched_tokens=1024
     )
-    drafting = Always(Choice(DraftModelDrafter.name, K))
+    drafting = Always(DraftPlan(DraftModelDrafter.name, K))
     return (
-        Engine(target, config, policy=Always(Choice())),
+        Engine(target, config, policy=Always(DraftPlan())),
         Engine(target, config, drafters=[DraftModelDrafter(small)], policy=drafting),
     )
 

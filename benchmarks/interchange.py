@@ -39,7 +39,7 @@ from paceline.drafters.methods import METHODS
 from paceline.drafters.speculators import TargetShape
 from paceline.drafters.tapped import TapBatch
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
@@ -53,10 +53,10 @@ ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "VLLM_CPU_KVCACHE_SPACE
 
 
 class Chains(LearnsNothing):
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: DraftPlan) -> None:
         self.choice = choice
 
-    def plan(self, sequences: Any, other_rows: int, others_wait: bool) -> list[Choice]:
+    def plan(self, sequences: Any, other_rows: int, others_wait: bool) -> list[DraftPlan]:
         return [self.choice for _ in sequences]
 
 
@@ -86,7 +86,7 @@ def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args:
     for chains in ("top_k", "_beam"):  # one child of each node
         if hasattr(drafter, chains):
             setattr(drafter, chains, 1)
-    policy = Chains(Choice(method, args.k))
+    policy = Chains(DraftPlan(method, args.k))
     engine = Engine(loaded.decoder, EngineConfig(max_num_seqs=args.rows), drafters=[drafter], policy=policy)
     sequences = answered(engine, prompts, args.max_tokens)
     assert engine.drafters.failures == 0

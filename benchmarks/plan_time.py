@@ -31,7 +31,7 @@ from paceline.drafters import DraftRequest
 from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import Choice, StepReport
+from paceline.engine.policy.interface import DraftPlan, StepReport
 from paceline.engine.policy.priors import CPU, GPU, PassPrior
 
 LONGEST = 300  # tokens of an answer; one that has ended makes way for the next
@@ -145,7 +145,7 @@ class Run:
         self._read()
         return bool(report.draft_s), spent
 
-    def _report(self, choices: Sequence[Choice]) -> StepReport:
+    def _report(self, choices: Sequence[DraftPlan]) -> StepReport:
         """The step is taken."""
         outputs, paths = [], []
         for answer, choice in zip(self.answers, choices, strict=True):

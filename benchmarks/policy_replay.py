@@ -39,7 +39,7 @@ from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.drafter_set import CATCHING_UP
 from paceline.engine.policy import priors as pass_prior
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import Choice, StepReport
+from paceline.engine.policy.interface import DraftPlan, StepReport
 from paceline.engine.policy.priors import PassPrior
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import load_model
@@ -294,7 +294,7 @@ class Replay:
     def _step(self, live: Sequence[tuple[Answer, list[int]]]) -> float:
         sequences, before = [sequence for sequence, _ in live], self.asked_s
         ahead = self.resting
-        choices = [Choice()] * len(live) if ahead else self.policy.plan(sequences, 0, False)
+        choices = [DraftPlan()] * len(live) if ahead else self.policy.plan(sequences, 0, False)
         deciding = self.asked_s - before
         deciding += self.clock.plan_s if deciding else 0.0
         drafted: dict[int, tuple[int, int, int]] = {}  # (nodes, depth, accepted)

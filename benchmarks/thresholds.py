@@ -23,7 +23,7 @@ from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DraftRequest
 from paceline.drafters.base import HostDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.theory import break_even, speedup
@@ -48,8 +48,8 @@ class EveryoneDrafts(LearnsNothing):
 
     k = 0
 
-    def plan(self, sequences: Sequence[Answer], other_rows: int, others_wait: bool) -> list[Choice]:
-        return [Choice("refused", self.k) if self.k else Choice()] * len(sequences)
+    def plan(self, sequences: Sequence[Answer], other_rows: int, others_wait: bool) -> list[DraftPlan]:
+        return [DraftPlan("refused", self.k) if self.k else DraftPlan()] * len(sequences)
 
 
 def step_times(loaded: LoadedModel, batch: int, lengths: Sequence[int], rounds: int) -> dict[int, float]:

@@ -25,7 +25,7 @@ from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import likely_nodes
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
 from tests.drafters.block.dspark_reference import knowing
@@ -214,7 +214,7 @@ def likelihood(drafter, wish, *, k=2, min_node_probability=0.0, ahead=False):
     """The joint of five tokens (three steps at least) of many answers against the target's own, all of it and each pair
     of neighbours, in which a small bias gathers in fewer cells: the lowest p-value. `min_node_probability`: as in `Policy`."""
     vocab, length, answered = 3, 5, 1200
-    prompt, policy = [0, 1, 2, 0, 1, 2, 0, 1], ByRequest({}, Choice(drafter.name, k))
+    prompt, policy = [0, 1, 2, 0, 1, 2, 0, 1], ByRequest({}, DraftPlan(drafter.name, k))
     policy.min_node_probability = least
     engine = make_engine(
         [drafter],
@@ -263,7 +263,7 @@ def test_trees_that_are_cut_change_no_greedy_or_seeded_answer(method):
     requests = every([(prompt_of(i, 9), params(max_tokens=40, **one)) for i, one in enumerate(samplings)])
     for least in (0.0, CUT[method], 1.0):
         drafter = make_drafter(method)
-        policy = ByRequest({}, Choice(drafter.name, 6))
+        policy = ByRequest({}, DraftPlan(drafter.name, 6))
         policy.min_node_probability = least
         stats = [one.stats for one in check(method, requests, drafter=drafter, policy=policy)[0].values()]
         drafted[least] = sum(one.num_draft_tokens for one in stats) / sum(one.num_drafts for one in stats)
@@ -300,7 +300,7 @@ def test_the_distribution_test_would_notice_a_bias():
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("native", [False, True])
 def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row(native, ahead):
-    choices = {f"{method} {k}": Choice(method, k) for method in METHODS for k in (1, 5)}
+    choices = {f"{method} {k}": DraftPlan(method, k) for method in METHODS for k in (1, 5)}
     drafters = [make_drafter(AS_NATIVE.get(method, method) if native else method) for method in METHODS]
     engine = make_engine(drafters, policy=ByRequest(choices), max_num_seqs=16, ahead=ahead)
     requests = []
@@ -359,7 +359,7 @@ def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(
 ):
     engine = make_engine(
         [make_drafter(AS_NATIVE.get(method, method) if native else method) for method in METHODS],
-        policy=ByRequest({str(i): Choice(method, k) for i, (*_, method, k) in enumerate(wanted) if method != "none"}),
+        policy=ByRequest({str(i): DraftPlan(method, k) for i, (*_, method, k) in enumerate(wanted) if method != "none"}),
         num_blocks=num_blocks,
         max_num_seqs=4,
         max_num_batched_tokens=step_tokens,
@@ -393,7 +393,7 @@ def test_preemption_in_mid_draft_loses_nothing(method):
 def test_no_sequence_is_preempted_for_the_draft_of_another():
     """Answers end long before their limit, so without drafts there is room for all."""
     requests = every([(prompt_of(i, 9), params(max_tokens=120, temperature=0.5, seed=i)) for i in range(8)])
-    for choice in (Choice(), Choice("ngram", 12)):
+    for choice in (DraftPlan(), DraftPlan("ngram", 12)):
         policy = ByRequest({}, choice)
         engine = make_engine([make_drafter("ngram")], policy=policy, eos=(7,), max_num_seqs=4, num_blocks=28)
         assert [one.num_preemptions for one in run(engine, requests)[0].values()] == [0] * 8, choice
@@ -519,7 +519,7 @@ def test_steps_without_speculation_in_between_change_nothing(method):
             self.chance = random.Random(3)
 
         def choose(self, sequence):
-            return Choice(drafter.name, self.chance.randint(1, 5)) if self.chance.random() < 0.4 else Choice()
+            return DraftPlan(drafter.name, self.chance.randint(1, 5)) if self.chance.random() < 0.4 else DraftPlan()
 
     requests = every([(prompt_of(i, 20), params(max_tokens=40)) for i in range(3)])
     sequences, _ = check(method, requests, drafter=drafter, policy=NowAndThen())
@@ -599,7 +599,7 @@ def test_a_real_model_answers_the_same(method, smollm2, real_answers):
         EngineConfig(num_blocks=64),
         tokenizer=smollm2.tokenizer,
         drafters=[make_real(method, smollm2, [[*prompt, *expected[name]] for _, name, prompt, _ in requests])],
-        policy=ByRequest({"2": Choice(method, 6)}, Choice(method, 3)),
+        policy=ByRequest({"2": DraftPlan(method, 6)}, DraftPlan(method, 3)),
     )
     sequences, _ = run(engine, requests)
     assert {name: sequence.output_tokens for name, sequence in sequences.items()} == expected

@@ -12,7 +12,7 @@ from paceline.config import EngineConfig
 from paceline.core.draft import Draft
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.weights import Dtypes
@@ -80,7 +80,7 @@ def test_sixteen_trees_of_sixty_nodes_change_no_answer(device, asked):
     requests = requests_of(16, ASKED[asked])
     _, plain = answers(engine_for(decoder, [], ByRequest({}), **sizes), requests)
     drafter = block_drafter(decoder, device, [[*prompt, *plain[name]] for _, name, prompt, _ in requests])
-    engine = engine_for(decoder, [drafter], ByRequest({}, Choice(drafter.name, 60)), **sizes)
+    engine = engine_for(decoder, [drafter], ByRequest({}, DraftPlan(drafter.name, 60)), **sizes)
     sequences, found = answers(engine, requests)
     assert found == plain
     assert exercised(sequences.values())
@@ -92,7 +92,7 @@ class Varying(Choosing):
     """Asks now for more nodes than were begun, now for fewer."""
 
     def choose(self, sequence):
-        return Choice("draft-model", CUTS[sequence.stats.num_target_passes % len(CUTS)])
+        return DraftPlan("draft-model", CUTS[sequence.stats.num_target_passes % len(CUTS)])
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_trees_of_the_device_and_sampled_chains_share_a_step(device):
     ]
     _, plain = answers(engine_for(target, [], ByRequest({}), **sizes), requests)
     trees = block_drafter(target, device, [[*prompt, *plain[name]] for _, name, prompt, _ in requests])
-    choices = {name: Choice(*(("draft-model", 5), (trees.name, 17))[at % 3 < 2]) for at, name in enumerate(plain)}
+    choices = {name: DraftPlan(*(("draft-model", 5), (trees.name, 17))[at % 3 < 2]) for at, name in enumerate(plain)}
     engine = engine_for(target, [trees, DraftModelDrafter(small)], ByRequest(choices), **sizes)
     sequences, found = answers(engine, requests)
     for at, name in enumerate(plain):

@@ -17,7 +17,7 @@ from paceline.core.verdict import TokenKind, Verdict
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import slots_of
@@ -99,7 +99,7 @@ def test_medusa_changes_when_tokens_come_never_which(device, plain, weights):
     drafter = MedusaDrafter(
         heads, CONFIG.vocab_size, kernels=decoder.kernels, device=device, dtype=decoder.dtypes.compute
     )
-    engine = engine_for(drafter, decoder, ByRequest({str(at): Choice(drafter.name, at * 5 + 2) for at in range(4)}))
+    engine = engine_for(drafter, decoder, ByRequest({str(at): DraftPlan(drafter.name, at * 5 + 2) for at in range(4)}))
     for asked in ASKED:
         begun = watch(drafter)
         sequences, _ = run(engine, requests_of(asked))
@@ -126,7 +126,7 @@ def test_block_drafters_change_when_tokens_come_never_which(device, plain, kind,
     drafter = make_block_drafter(
         config, tensors, embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
     )
-    choices = {str(at): Choice(drafter.name, (1, 5, 17, 60)[at]) for at in range(4)}
+    choices = {str(at): DraftPlan(drafter.name, (1, 5, 17, 60)[at]) for at in range(4)}
     engine = engine_for(drafter, decoder, ByRequest(choices))
     engine.runner.sampler.shortcut = captured
     for asked in ASKED:
@@ -156,7 +156,7 @@ def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain
         drafter = make_block_drafter(
             config, tensors, decoder.embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
         )
-        engine = engine_for(drafter, decoder, ByRequest({}, Choice(drafter.name, 60)))
+        engine = engine_for(drafter, decoder, ByRequest({}, DraftPlan(drafter.name, 60)))
         sampler = engine.runner.sampler
         sampler.verify = functools.partial(widened, sampler.verify, width)
         positions = counted(drafter)
@@ -184,7 +184,7 @@ def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context)
         config, tensors, decoder.embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
     )
     sizes = replace(SIZES, max_model_len=context, max_num_batched_tokens=192)
-    engine = Engine(decoder, sizes, drafters=[drafter], policy=ByRequest({}, Choice(drafter.name, 60)))
+    engine = Engine(decoder, sizes, drafters=[drafter], policy=ByRequest({}, DraftPlan(drafter.name, 60)))
     engine.runs_ahead = True
     sequences, _ = run(engine, requests_of("greedy")[:1])
     (sequence,) = sequences.values()
@@ -278,7 +278,7 @@ def test_trees_that_only_the_device_knows_change_nothing(device, plain):
     expected, heads = plain
     drafter = DynamicTrees(heads, device)
     engine = engine_for(
-        drafter, tiny_decoder(device), ByRequest({str(at): Choice(drafter.name, at + 1) for at in range(4)})
+        drafter, tiny_decoder(device), ByRequest({str(at): DraftPlan(drafter.name, at + 1) for at in range(4)})
     )
     for asked in ASKED:
         begun, drafter.deep = watch(drafter), []
@@ -296,7 +296,7 @@ def test_the_drafters_own_cache_is_that_of_a_pass_over_the_committed_tokens(devi
 
     class NowAndThen(Choosing):
         def choose(self, sequence):
-            return Choice(drafter.name, 4) if chance.random() < 0.6 else Choice()
+            return DraftPlan(drafter.name, 4) if chance.random() < 0.6 else DraftPlan()
 
     drafter = DynamicTrees(plain[1], device)
     engine = engine_for(drafter, tiny_decoder(device), NowAndThen())

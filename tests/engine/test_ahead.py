@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 from tests.helpers.contract_toys import Letters
 from tests.helpers.fakes import ChainDrafter, TapDrafter, TreeDrafter, requests_strategy
@@ -74,7 +74,7 @@ def test_no_answer_and_no_figure_depends_on_the_order_of_a_step(
     wanted, num_blocks, step_tokens, req_indices, prefix_caching, speaks, often, seed
 ):
     """Also where the order is drawn at random for every step."""
-    drafted = {str(i): Choice(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
+    drafted = {str(i): DraftPlan(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
     engine, _ = ahead_engine(
         drafters=[ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()],
         policy=Resting(drafted, often),
@@ -166,7 +166,7 @@ def test_after_the_last_answer_nothing_is_under_way():
 
 def test_drafters_keep_up_with_steps_taken_ahead_of_them():
     chain, tree, taps = ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter(capacity=8)
-    policy = Resting({"a": Choice("chain", 3), "b": Choice("tree", 4), "c": Choice("tapped", 2)}, 9)
+    policy = Resting({"a": DraftPlan("chain", 3), "b": DraftPlan("tree", 4), "c": DraftPlan("tapped", 2)}, 9)
     engine, launched = ahead_engine(drafters=[chain, tree, taps], policy=policy, num_blocks=128)
     sequences = run(engine, [(i, name, prompt_of(i, 6), params(max_tokens=60)) for i, name in enumerate("abc")])
     for i, name in enumerate("abc"):
@@ -181,7 +181,7 @@ def test_drafters_keep_up_with_steps_taken_ahead_of_them():
 
 def test_a_tapped_drafter_begins_behind_the_step_under_way():
     taps = TapDrafter()
-    engine, _ = ahead_engine(drafters=[taps], policy=Always(Choice("tapped", 3)), num_blocks=128)
+    engine, _ = ahead_engine(drafters=[taps], policy=Always(DraftPlan("tapped", 3)), num_blocks=128)
     sequences = run(engine, [(i, name, prompt_of(i, 6), params(max_tokens=30)) for i, name in enumerate("ab")])
     for i, name in enumerate("ab"):
         assert sequences[name][0].output_tokens == greedy_alone(prompt_of(i, 6), 30)
@@ -191,7 +191,7 @@ def test_a_tapped_drafter_begins_behind_the_step_under_way():
 
 def test_a_broken_tree_costs_acceptance_and_nothing_else():
     taps = TapDrafter(malformed=True)
-    engine, _ = ahead_engine(drafters=[taps], policy=Always(Choice("tapped", 5)), num_blocks=128)
+    engine, _ = ahead_engine(drafters=[taps], policy=Always(DraftPlan("tapped", 5)), num_blocks=128)
     (sequence,) = run(engine, [(0, "a", prompt_of(0, 6), params(max_tokens=40))])["a"]
     assert sequence.output_tokens == greedy_alone(prompt_of(0, 6), 40)
     assert engine.drafters.failures == 0
@@ -248,7 +248,7 @@ class Early:
     def __init__(self, tokenizer=None, req_indices=8, blocks=128, eos=(), most_tokens=32):
         self.engine = make_engine(
             drafters=[ChainDrafter("chain")],
-            policy=Always(Choice("chain", 3)),
+            policy=Always(DraftPlan("chain", 3)),
             num_blocks=blocks,
             max_num_seqs=req_indices,
             max_num_batched_tokens=most_tokens,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, context_logits, toy_config
@@ -32,11 +32,11 @@ VOCAB = 11
 class ByRequest(LearnsNothing):
     """Method and budget by request id, so that one batch mixes them."""
 
-    def __init__(self, choices: dict[str, Choice]):
+    def __init__(self, choices: dict[str, DraftPlan]):
         self.choices = choices
 
     def plan(self, sequences, other_rows, others_wait):
-        return [self.choices.get(sequence.request_id, Choice()) for sequence in sequences]
+        return [self.choices.get(sequence.request_id, DraftPlan()) for sequence in sequences]
 
 
 def greedy_alone(prompt, max_tokens, eos=()):
@@ -91,7 +91,7 @@ def prompt_of(shared: int, length: int) -> list[int]:
     st.booleans(),
 )
 def test_every_request_gets_the_tokens_it_gets_alone(wanted, num_blocks, step_tokens, prefix_caching):
-    choices = {str(i): Choice(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
+    choices = {str(i): DraftPlan(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
     engine = make_engine(
         num_blocks=num_blocks,
         max_num_seqs=4,
@@ -161,7 +161,7 @@ def test_a_shared_beginning_is_computed_once():
 
 
 def test_after_every_step_no_sequence_holds_more_than_its_tokens_need_and_full_blocks_are_shared():
-    engine = make_engine(drafters=[ChainDrafter("chain")], policy=ByRequest({"a": Choice("chain", 6)}))
+    engine = make_engine(drafters=[ChainDrafter("chain")], policy=ByRequest({"a": DraftPlan("chain", 6)}))
     sequences = [engine.add_request(name, prompt_of(i, 5), params(max_tokens=21))[0] for i, name in enumerate("ab")]
     while engine.has_work:
         engine.step()
@@ -194,7 +194,7 @@ def test_n_answers_share_the_prompt_and_differ_by_sub_seed():
 
 
 def test_a_batch_mixes_methods_and_a_row_without_draft():
-    choices = {"chain": Choice("chain", 5), "tree": Choice("tree", 7), "tapped": Choice("tapped", 2)}
+    choices = {"chain": DraftPlan("chain", 5), "tree": DraftPlan("tree", 7), "tapped": DraftPlan("tapped", 2)}
     engine = make_engine(
         drafters=[ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()], policy=ByRequest(choices), num_blocks=128
     )
@@ -215,7 +215,7 @@ def test_a_batch_mixes_methods_and_a_row_without_draft():
 def test_a_broken_drafter_costs_the_speculation_never_the_answer(broken):
     engine = make_engine(
         drafters=[broken("broken"), ChainDrafter("chain")],
-        policy=ByRequest({"a": Choice("broken", 3), "b": Choice("chain", 3)}),
+        policy=ByRequest({"a": DraftPlan("broken", 3), "b": DraftPlan("chain", 3)}),
     )
     sequences = run(engine, [(0, name, prompt_of(0, 6), params(max_tokens=20)) for name in "ab"])
     assert sequences["a"][0].output_tokens == sequences["b"][0].output_tokens == greedy_alone(prompt_of(0, 6), 20)
@@ -237,7 +237,7 @@ def test_a_drafter_that_fails_at_bookkeeping_is_switched_off_and_the_answer_stan
     setattr(Forgetful, verb, fail)
     engine = make_engine(
         drafters=[Forgetful("lost"), TreeDrafter("tree")],
-        policy=ByRequest({"a": Choice("lost", 3), "b": Choice("tree", 3)}),
+        policy=ByRequest({"a": DraftPlan("lost", 3), "b": DraftPlan("tree", 3)}),
     )
     requests = [(4 * i, name, prompt_of(0, 6), params(max_tokens=12)) for i, name in enumerate("abc")]
     sequences = run(engine, requests)
@@ -249,7 +249,7 @@ def test_a_drafter_that_fails_at_bookkeeping_is_switched_off_and_the_answer_stan
 @pytest.mark.parametrize("capacity", [6, 500])
 def test_a_tapped_drafter_survives_chunked_prefill_prefix_hits_and_preemption(capacity):
     drafter = TapDrafter(capacity)
-    choices = {str(i): Choice("tapped", 2) for i in range(6)}
+    choices = {str(i): DraftPlan("tapped", 2) for i in range(6)}
     engine = make_engine(
         num_blocks=12, max_num_batched_tokens=9, max_num_seqs=4, drafters=[drafter], policy=ByRequest(choices)
     )
@@ -266,7 +266,7 @@ def test_a_tapped_drafter_survives_chunked_prefill_prefix_hits_and_preemption(ca
 def test_a_drafter_that_lost_context_starts_with_what_it_has():
     """A request that excluded it published blocks it never saw."""
     drafter = TapDrafter()
-    engine = make_engine(drafters=[drafter], policy=ByRequest({"a": Choice("tapped", 1)}), num_blocks=128)
+    engine = make_engine(drafters=[drafter], policy=ByRequest({"a": DraftPlan("tapped", 1)}), num_blocks=128)
     run(engine, [(0, "b", prompt_of(0, 30), params(max_tokens=10, speculation="none"))])
     (sequence,) = run(engine, [(0, "a", prompt_of(0, 30), params(max_tokens=10))])["a"]
     assert sequence.output_tokens == greedy_alone(prompt_of(0, 30), 10)
@@ -278,7 +278,7 @@ def test_a_drafter_that_lost_context_starts_with_what_it_has():
 def test_blocks_a_drafter_never_saw_are_not_proven_to_it():
     """A plain run publishes blocks that the drafter never absorbs; a later hit must not trust them."""
     drafter = TapDrafter(capacity=4)
-    engine = make_engine(drafters=[drafter], policy=ByRequest({"b": Choice("tapped", 1)}), num_blocks=128)
+    engine = make_engine(drafters=[drafter], policy=ByRequest({"b": DraftPlan("tapped", 1)}), num_blocks=128)
     run(engine, [(0, "a", prompt_of(0, 24), params(max_tokens=2, speculation="none"))])
     (sequence,) = run(engine, [(0, "b", prompt_of(0, 26), params(max_tokens=12))])["b"]
     assert sequence.num_cached_prompt == 24
@@ -290,7 +290,7 @@ def test_blocks_a_drafter_never_saw_are_not_proven_to_it():
 def test_eos_inside_an_accepted_run_ends_the_answer_there():
     for eos in range(VOCAB):
         engine = make_engine(
-            eos=(eos,), drafters=[ChainDrafter("chain")], policy=ByRequest({"a": Choice("chain", 6)}), num_blocks=128
+            eos=(eos,), drafters=[ChainDrafter("chain")], policy=ByRequest({"a": DraftPlan("chain", 6)}), num_blocks=128
         )
         (sequence,) = run(engine, [(0, "a", prompt_of(0, 5), params(max_tokens=60))])["a"]
         expected = greedy_alone(prompt_of(0, 5), 60, eos=(eos,))
@@ -302,14 +302,14 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there():
 
 def test_every_remainder_of_max_tokens_is_met_exactly():
     for max_tokens in range(1, 16):
-        engine = make_engine(drafters=[TreeDrafter("tree")], policy=ByRequest({"a": Choice("tree", 9)}), num_blocks=128)
+        engine = make_engine(drafters=[TreeDrafter("tree")], policy=ByRequest({"a": DraftPlan("tree", 9)}), num_blocks=128)
         (sequence,) = run(engine, [(0, "a", prompt_of(0, 5), params(max_tokens=max_tokens))])["a"]
         assert sequence.output_tokens == greedy_alone(prompt_of(0, 5), max_tokens)
 
 
 def test_without_max_tokens_it_runs_to_the_end_of_the_context():
     engine = make_engine(
-        max_model_len=30, drafters=[ChainDrafter("chain")], policy=ByRequest({"a": Choice("chain", 6)})
+        max_model_len=30, drafters=[ChainDrafter("chain")], policy=ByRequest({"a": DraftPlan("chain", 6)})
     )
     (sequence,) = run(engine, [(0, "a", prompt_of(0, 9), params())])["a"]
     assert len(sequence.tokens) == 30

@@ -9,7 +9,7 @@ import pytest
 from paceline.engine.batch import StepTiming
 from paceline.engine.drafter_set import CATCHING_UP
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.engine.policy.priors import GPU
 from paceline.models.buckets import STEPS
 from tests.engine.policy.test_policy import Lookup, DraftShape, sequence
@@ -56,16 +56,16 @@ class Serving:
     def step(self, turn):
         new = {one.key for one in self.newcomers(turn)}
         decoding = [one for one in self.sequences if one.key not in new]
-        planned = [Choice()] * len(decoding) if self.resting else self.policy.plan(decoding, 0, False)
+        planned = [DraftPlan()] * len(decoding) if self.resting else self.policy.plan(decoding, 0, False)
         choices = dict(zip([one.key for one in decoding], planned, strict=True))
         begun, self.begun = self.begun, {key: one.max_nodes for key, one in choices.items() if one.method == "trees"}
         self.policy.learn()
         outputs, paths, lag, drafts = [], [], 0, 0
         for one in self.sequences:
-            choice, path = choices.get(one.key, Choice()), []
+            choice, path = choices.get(one.key, DraftPlan()), []
             self.lag[one.key] += 1
             if choice.method == "trees":
-                choices[one.key] = choice = Choice("trees", min(choice.max_nodes, begun.get(one.key, 64)))
+                choices[one.key] = choice = DraftPlan("trees", min(choice.max_nodes, begun.get(one.key, 64)))
                 path = [node for node in range(choice.max_nodes) if self.rng.random() < self.drafter.shares[node]]
                 lag, drafts, self.lag[one.key] = lag + self.lag[one.key], drafts + 1, 0
             committed = [1] * (len(path) + 1)

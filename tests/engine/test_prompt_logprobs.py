@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.testing import context_logits
 from tests.engine.test_engine import VOCAB, ByRequest, greedy_alone, make_engine, params, prompt_of, run
 from tests.helpers.fakes import ChainDrafter, TapDrafter, TreeDrafter
@@ -45,7 +45,7 @@ asked = st.tuples(
 @given(st.lists(asked, min_size=1, max_size=6), st.integers(14, 40), st.integers(8, 40), st.booleans())
 def test_in_chunks_beside_drafts_after_prefix_hits_and_preemption(wanted, num_blocks, step_tokens, ahead):
     drafters = [ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()]
-    policy = ByRequest({str(i): Choice(method, 4) for i, (*_, method) in enumerate(wanted) if method != "none"})
+    policy = ByRequest({str(i): DraftPlan(method, 4) for i, (*_, method) in enumerate(wanted) if method != "none"})
     engine = make_engine(
         drafters=drafters, policy=policy, num_blocks=num_blocks, max_num_batched_tokens=step_tokens, max_num_seqs=4
     )

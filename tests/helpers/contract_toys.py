@@ -23,7 +23,7 @@ from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.backends.cpu.kernels import NativeKernels, library_status, load_library
 from paceline.models.chain import READ
 from paceline.models.kv_cache import KVSpec
@@ -387,7 +387,7 @@ class ByRequest(Choosing):
     """Method and budget by request id, or the same for all."""
 
     def __init__(self, choices, default=None):
-        self.choices, self.default = choices, default or Choice()
+        self.choices, self.default = choices, default or DraftPlan()
 
     def choose(self, sequence):
         return self.choices.get(sequence.request_id, self.default)
@@ -434,7 +434,7 @@ def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=
     """The first drafter drafts for all sequences, unless a policy is given."""
     model = model or FunctionModel(repeating, toy_config(VOCAB, eos_token_ids=eos))
     if policy is None and drafters:
-        policy = ByRequest({}, Choice(drafters[0].name, k))
+        policy = ByRequest({}, DraftPlan(drafters[0].name, k))
     defaults = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     engine = Engine(
         model,

@@ -24,9 +24,9 @@ from paceline.config import MAX_K, NONE, EngineConfig
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.policy.interface import Choice, Policy
+from paceline.engine.policy.interface import DraftPlan, Policy
 
-NO_DRAFT = Choice()
+NO_DRAFT = DraftPlan()
 SPARE_BLOCKS = 2  # blocks a running sequence: with so many free, no step has to preempt
 
 
@@ -233,7 +233,7 @@ class Scheduler:
         self._arrival.pop(sequence.key, None)
         sequence.status = Status.FINISHED
 
-    def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> SequenceOf[Choice]:
+    def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> SequenceOf[DraftPlan]:
         """The drafts that are wanted, by sequence."""
         decoding = [sequence for sequence in sequences if len(sequence.tokens) > sequence.num_prompt]
         others = min(prompt_tokens, self._most_tokens - len(sequences))
@@ -251,7 +251,7 @@ class Scheduler:
         self._rows, batch.changes, batch.filled = {}, self._changes, filled
         return batch
 
-    def _continue(self, sequence: Sequence, promised: int = 0, choice: Choice = NO_DRAFT) -> None:
+    def _continue(self, sequence: Sequence, promised: int = 0, choice: DraftPlan = NO_DRAFT) -> None:
         """Give the sequence its row, at younger ones' cost if need be; `promised` tokens are other decodes'."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return

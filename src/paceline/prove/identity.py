@@ -11,7 +11,7 @@ from dataclasses import replace
 from paceline.config import AUTO
 from paceline.core.sequence import Sequence
 from paceline.drafters import NONE
-from paceline.engine.policy.interface import Choice, LearnsNothing, wish
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing, wish
 from paceline.outputs import CompletionOutput
 from paceline.prove.report import Row
 from paceline.prove.subject import LENGTHS, Subject, on_engine, patched
@@ -75,16 +75,16 @@ class ChangingPolicy(LearnsNothing):
     def __init__(self, methods: SequenceOf[str]) -> None:
         self._choices = [NONE, *[method for method in methods for _ in range(3)]]
 
-    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[DraftPlan]:
         return [self._choice(sequence) for sequence in sequences]
 
-    def _choice(self, sequence: Sequence) -> Choice:
+    def _choice(self, sequence: Sequence) -> DraftPlan:
         if wish(sequence, AUTO, None)[0] == NONE:  # the plain answer to compare with
-            return Choice()
+            return DraftPlan()
         drawn = zlib.crc32(f"{sequence.index} {len(sequence.tokens)}".encode())
         method = self._choices[drawn % len(self._choices)]
         budget = min(1 + drawn // 97 % MOST_DRAFTED, sequence.room - 1)
-        return Choice(method, budget) if method != NONE and budget > 0 else Choice()
+        return DraftPlan(method, budget) if method != NONE and budget > 0 else DraftPlan()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from paceline.drafters.block.tree import DEEPER, grow, lattice
 from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
 from paceline.drafters.speculators import TargetShape
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.backends.cpu.kernels import load_library
 from paceline.models.backends.torch import TorchKernels
@@ -122,7 +122,7 @@ def test_logits_and_cache_are_those_of_plain_torch(decoder, kind, own):
 
     class NowAndThen(Choosing):
         def choose(self, sequence):
-            return Choice(drafter.name, chance.randint(1, 9)) if chance.random() < 0.6 else Choice()
+            return DraftPlan(drafter.name, chance.randint(1, 9)) if chance.random() < 0.6 else DraftPlan()
 
     engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen())
     checked = Checked(drafter, tensors, decoder)
@@ -163,7 +163,7 @@ def test_blocks_without_the_drafters_own_cache_are_left_out(decoder):
     config = drafter_config(CONFIG)
     tensors = random_tensors(config)
     drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels)
-    engine = Engine(decoder, replace(SIZES, num_blocks=40), drafters=[drafter], policy=ByRequest({}, Choice(DSPARK, 4)))
+    engine = Engine(decoder, replace(SIZES, num_blocks=40), drafters=[drafter], policy=ByRequest({}, DraftPlan(DSPARK, 4)))
     for cache in drafter._passes._caches:
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
@@ -283,7 +283,7 @@ def test_weights_that_know_the_answer_by_heart_are_always_right(decoder, kind):
     tensors = overfit(config, decoder, [*prompt, *answer], len(prompt))
     for beam, k in ((1, 3), (8, 8)):
         drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels, beam=beam)
-        engine = Engine(decoder, SIZES, drafters=[drafter], policy=ByRequest({}, Choice(drafter.name, k)))
+        engine = Engine(decoder, SIZES, drafters=[drafter], policy=ByRequest({}, DraftPlan(drafter.name, k)))
         (sequence,) = run(engine, requests)[0].values()
         assert sequence.output_tokens == answer
         assert sequence.stats.num_target_passes <= 1 + -(-15 // 4) + 1, "of the last tokens nothing was known"
@@ -298,7 +298,7 @@ def test_trees_that_are_cut_where_they_are_unsure_change_no_answer(decoder, samp
     tensors, drafted = overfit(config, decoder, [*prompt, *answer[:16]], len(prompt)), {}
     for least in (0.0, 0.2, 1.0):
         drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels)
-        policy = ByRequest({}, Choice(drafter.name, 8))
+        policy = ByRequest({}, DraftPlan(drafter.name, 8))
         policy.min_node_probability = least
         engine = Engine(decoder, SIZES, drafters=[drafter], policy=policy)
         (sequence,) = run(engine, requests)[0].values()
@@ -453,6 +453,6 @@ def test_a_drafter_that_is_hardly_ever_right_is_reported_once(nodes, decoder, ca
         caplog.clear()
         known = knowing(CONFIG, decoder.embedding.float(), texts) if good else (config, random_tensors(config))
         drafter = make(*known, decoder.embedding.float(), kernels=decoder.kernels)
-        policy = ByRequest({}, Choice(drafter.name, nodes))
+        policy = ByRequest({}, DraftPlan(drafter.name, nodes))
         run(Engine(decoder, replace(SIZES, num_blocks=64), drafters=[drafter], policy=policy), requests)
         assert [record.message.count("is it for this model?") for record in caplog.records] == [1] * (not good)

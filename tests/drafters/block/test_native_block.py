@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.models.backends.cpu.kernels import NativeKernels, open_library, runnable_variants
 from paceline.models.kv_cache import LayerCache
 from tests.cuda.test_cuda import CONFIG
@@ -119,7 +119,7 @@ def test_drafts_of_any_shape_are_those_of_torch(seed, num_blocks):
 
         def choose(self, sequence):
             plain = len(sequence.tokens) < sequence.num_prompt + 70 and sequence.request_id == "0"
-            return Choice() if plain or chance.random() < 0.3 else Choice(drafter.name, chance.choice([1, 4, 12, 50]))
+            return DraftPlan() if plain or chance.random() < 0.3 else DraftPlan(drafter.name, chance.choice([1, 4, 12, 50]))
 
     sizes = EngineConfig(num_blocks=num_blocks, block_size=16, max_num_seqs=5, max_num_batched_tokens=80)
     engine = Engine(decoder, sizes, drafters=[drafter], policy=NowAndThen())

@@ -20,7 +20,7 @@ from paceline.drafters.eagle.config import published_layers
 from paceline.drafters.eagle.tree import BELOW, DEPTH, TreeShape, grow, width_of
 from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, available
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.plan import slots_of
 from tests.cuda.test_cuda import CONFIG, PROMPTS
@@ -69,7 +69,7 @@ class NowAndThen(Choosing):
 
     def choose(self, sequence):
         count = self.nodes[int(sequence.request_id)]
-        return Choice(self.name, count) if self.chance.random() < 0.7 else Choice()
+        return DraftPlan(self.name, count) if self.chance.random() < 0.7 else DraftPlan()
 
 
 class Spy:
@@ -256,7 +256,7 @@ def test_a_drafter_that_knows_the_answers_by_heart_is_always_right(kind, decoder
     tensors = overfit(config, decoder.embedding, decoder.embedding, texts, taps, **recipe)
     for top_k, nodes in ((1, 4), (10, 6)):
         drafter = drafter_of(config, tensors, CONFIG, decoder.kernels, decoder.embedding, decoder.head, top_k=top_k)
-        engine = Engine(decoder, SIZES, drafters=[drafter], policy=ByRequest({}, Choice(drafter.name, nodes)))
+        engine = Engine(decoder, SIZES, drafters=[drafter], policy=ByRequest({}, DraftPlan(drafter.name, nodes)))
         sequences, _ = run(engine, requests)
         assert [list(one.tokens) for one in sequences.values()] == texts
         for one in sequences.values():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from tests.cuda.test_cuda import PROMPTS
 from tests.drafters.eagle.eagles import fitted
 from tests.drafters.overfit import taps_of, tiny_decoder
@@ -30,7 +30,7 @@ def test_eagle_changes_when_tokens_come_never_which(answered, fused, weights):
     decoder = tiny_decoder(device)
     texts = [[*prompt, *each[str(at)]] for each in expected.values() for at, prompt in enumerate(PROMPTS)]
     drafter = fitted(tiny_decoder(), texts, taps_of, fused=fused, into=decoder, fits=weights == "fitted")
-    engine = engine_for(drafter, decoder, ByRequest({str(at): Choice(drafter.name, at * 6 + 2) for at in range(4)}))
+    engine = engine_for(drafter, decoder, ByRequest({str(at): DraftPlan(drafter.name, at * 6 + 2) for at in range(4)}))
     for asked in ASKED if weights == "fitted" else ("greedy",):
         begun = watch(drafter)
         sequences, _ = run(engine, requests_of(asked))
@@ -53,7 +53,7 @@ def test_captured_trees_are_those_of_the_kernels_one_by_one(fused):
     texts = [prompt[:40] for prompt in PROMPTS]
     for captured in (True, False):
         drafter = fitted(tiny_decoder(), texts, taps_of, fused=fused, into=decoder)
-        engine = Engine(decoder, SIZES, drafters=[drafter], policy=ByRequest({}, Choice(drafter.name, 21)))
+        engine = Engine(decoder, SIZES, drafters=[drafter], policy=ByRequest({}, DraftPlan(drafter.name, 21)))
         if not captured:
             drafter._graphs = {}
         propose, seen = drafter.propose, drafts.setdefault(captured, [])

@@ -17,7 +17,7 @@ from paceline.drafters.heads.checkpoint import MedusaHead, load_heads, save_head
 from paceline.drafters.heads.medusa import FIRST, LATER, MOST_ROWS, MedusaDrafter, Tree
 from paceline.drafters.methods import MEDUSA, METHODS
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
@@ -117,7 +117,7 @@ def test_heads_that_know_the_answer_by_heart_are_always_right():
     config = EngineConfig(num_blocks=32, max_num_seqs=4)
     result = answers(Engine(decoder, config), requests)["a"]
     drafter = MedusaDrafter(overfit_heads(decoder, [[*prompt, *result]]), CONFIG.vocab_size, kernels=decoder.kernels)
-    engine = Engine(decoder, config, drafters=[drafter], policy=ByRequest({}, Choice(MEDUSA, 2)))  # a chain of two
+    engine = Engine(decoder, config, drafters=[drafter], policy=ByRequest({}, DraftPlan(MEDUSA, 2)))  # a chain of two
     (sequence,) = run(engine, requests)[0].values()
     assert sequence.output_tokens == result
     # Of the last tokens nothing was known.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.config import SpeculationConfig
 from paceline.drafters import DrafterContext, DraftRequest
 from paceline.drafters.lookup.ngram import MATCH_LIMIT, NgramDrafter, NgramIndex
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.testing import toy_config
 from tests.helpers import toys
 from tests.helpers.toys import greedy_periodic, run_engine, sequence_of, thread_seconds
@@ -106,7 +106,7 @@ def test_greedy_output_is_unchanged_and_comes_in_fewer_passes(num_blocks):
     """At 14 blocks of 4 the four sequences preempt one another."""
     prompts = {str(i): [1, 2, 3, 4, 5, 1, 2, 3 + i] for i in range(4)}
     drafter = make()
-    sequences, passes = run_engine([drafter], {name: Choice("ngram", 4) for name in prompts}, prompts, num_blocks)
+    sequences, passes = run_engine([drafter], {name: DraftPlan("ngram", 4) for name in prompts}, prompts, num_blocks)
     for name, prompt in prompts.items():
         assert sequences[name].output_tokens == greedy_periodic(prompt, 24)
     _, plain = run_engine([], {}, prompts, num_blocks)

@@ -30,7 +30,7 @@ from paceline.drafters.lookup.tree import (
     grow,
     places_of,
 )
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
 from tests.helpers.toys import greedy_periodic, propose, run_engine, sequence_of, thread_seconds
@@ -481,7 +481,7 @@ def test_greedy_output_is_unchanged_and_comes_in_fewer_passes(num_blocks):
     """At 14 blocks of 4 the four sequences preempt one another."""
     prompts = {str(i): [1, 2, 3, 4, 5, 1, 2, 3 + i] for i in range(4)}
     drafter = make()
-    choices = {name: Choice("suffix", 4) for name in prompts}
+    choices = {name: DraftPlan("suffix", 4) for name in prompts}
     sequences, passes = run_engine([drafter], choices, prompts, num_blocks)
     for name, prompt in prompts.items():
         assert sequences[name].output_tokens == greedy_periodic(prompt, 24)
@@ -501,7 +501,7 @@ def test_sampled_output_with_a_seed_is_unchanged():
     prompts = {str(i): [1, 2, 3, 4, 5, 1, 2, 3 + i] for i in range(4)}
     sampling = {"seed": 5, "temperature": 1.5}
     plain, _ = run_engine([], {}, prompts, **sampling)
-    drafted, _ = run_engine([make()], {name: Choice("suffix", 6) for name in prompts}, prompts, **sampling)
+    drafted, _ = run_engine([make()], {name: DraftPlan("suffix", 6) for name in prompts}, prompts, **sampling)
     for name in prompts:
         assert drafted[name].output_tokens == plain[name].output_tokens
 

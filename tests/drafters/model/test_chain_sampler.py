@@ -13,7 +13,7 @@ from paceline.core.sequence import Sequence
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs
 from paceline.drafters.model.draft_model import DraftModelDrafter
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.testing import toy_config
 from paceline.verify import pick_weighted
 from tests.helpers.contract_toys import (
@@ -296,11 +296,11 @@ class Wavering(ByRequest):
     """Another k for each sequence and step, and now and then another method or none."""
 
     def __init__(self, methods, seed):
-        super().__init__({}, Choice())
+        super().__init__({}, DraftPlan())
         self.methods, self.noise = methods, random.Random(seed)
 
     def plan(self, sequences, other_rows, others_wait):
-        return [Choice(self.noise.choice(self.methods), self.noise.randint(0, 6)) for _ in sequences]
+        return [DraftPlan(self.noise.choice(self.methods), self.noise.randint(0, 6)) for _ in sequences]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,7 +15,7 @@ from paceline.drafters import DRAFTERS, DrafterContext, DraftRequest
 from paceline.drafters.model import draft_model
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import InvalidParameter, ModelNotFound
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
@@ -123,7 +123,7 @@ def test_a_prefix_hit_on_blocks_it_has_read_spares_the_reading():
 
 def test_a_prefix_hit_on_blocks_it_never_read_is_not_trusted():
     draft = FunctionModel(imitating)
-    engine = make_engine([DraftModelDrafter(draft)], policy=ByRequest({"b": Choice("draft-model", 3)}))
+    engine = make_engine([DraftModelDrafter(draft)], policy=ByRequest({"b": DraftPlan("draft-model", 3)}))
     run(engine, [(0, "a", prompt_of(0, 40), params(max_tokens=8))])
     request = (0, "b", prompt_of(0, 41), params(max_tokens=20))
     sequence = run(engine, [request])[0]["b"]
@@ -301,7 +301,7 @@ def test_after_every_step_both_caches_are_those_of_a_fresh_prefill_to_the_bit(ti
 
     class NowAndThen(Choosing):
         def choose(self, sequence):
-            return Choice("draft-model", chance.randint(1, 5)) if chance.random() < 0.7 else Choice()
+            return DraftPlan("draft-model", chance.randint(1, 5)) if chance.random() < 0.7 else DraftPlan()
 
     config = EngineConfig(block_size=4, num_blocks=18, max_num_seqs=4, max_num_batched_tokens=16)
     engine = Engine(target, config, drafters=[drafter], policy=NowAndThen())
@@ -365,7 +365,7 @@ def test_the_table_makes_it_from_a_models_name(tiny):
     assert torch.get_num_threads() == threads
     assert len(drafter.kv_layers) == 3
     config = EngineConfig(block_size=4, num_blocks=64)
-    engine = Engine(target.decoder, config, drafters=[drafter], policy=ByRequest({}, Choice("draft-model", 3)))
+    engine = Engine(target.decoder, config, drafters=[drafter], policy=ByRequest({}, DraftPlan("draft-model", 3)))
     request = (0, "a", list(range(20, 40)), params(max_tokens=20))
     results = run(engine, [request])[0]["a"]
     assert results.stats.num_drafts > 0

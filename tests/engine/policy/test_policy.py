@@ -20,7 +20,7 @@ from paceline.engine.batch import StepTiming
 from paceline.engine.policy.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, WORST, AdaptivePolicy
 from paceline.engine.policy.costs import GRID, DraftTimes, StepTimes
 from paceline.engine.policy.guard import CREDIT, LEAST_LOSS, Guard
-from paceline.engine.policy.interface import DEEPEST, Choice
+from paceline.engine.policy.interface import DEEPEST, DraftPlan
 from paceline.engine.policy.priors import CPU, GPU
 from paceline.engine.policy.survival import Acceptance
 from paceline.errors import InvalidParameter
@@ -96,7 +96,7 @@ def seconds_of(curve, rows):
 def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=False, retired=frozenset(), noise=None):
     """One step, by `seconds(sequences, nodes, ahead)`: (tokens committed, its time, choices)."""
     by_name = {drafter.name: drafter for drafter in drafters}
-    choices = [Choice()] * len(sequences) if resting else policy.plan(sequences, 0, others_wait)
+    choices = [DraftPlan()] * len(sequences) if resting else policy.plan(sequences, 0, others_wait)
     policy.learn()
     outputs, drafting = [], {}
     for one, choice in zip(sequences, choices, strict=True):
@@ -335,7 +335,7 @@ def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
     simulate(policy, [good, bad], FLAT, mixed, 300)
     plans = [policy.plan(mixed, 0, False) for _ in range(2)]  # one may be plain but for what is fixed
     for _, off, fixed, surest, _ in plans:
-        assert (off, fixed, surest) == (Choice(), Choice("bad", 3), Choice("good", 5))
+        assert (off, fixed, surest) == (DraftPlan(), DraftPlan("bad", 3), DraftPlan("good", 5))
     mine, *_, named = max(plans, key=lambda choices: choices[0].max_nodes)
     assert mine.method == named.method == "good"
     assert mine.max_nodes >= 4
@@ -369,9 +369,9 @@ def test_the_better_method_drafts_whichever_is_asked_first(order):
 def test_budgets_never_pass_what_may_be_committed():
     policy, short = AdaptivePolicy([Lookup("g", 0.95)], "g", 8), sequence("s")
     short.max_len = len(short.tokens) + 3
-    assert policy.plan([short], 0, False) == [Choice("g", 2)]
+    assert policy.plan([short], 0, False) == [DraftPlan("g", 2)]
     short.max_len = len(short.tokens) + 1
-    assert policy.plan([short], 0, False) == [Choice()]
+    assert policy.plan([short], 0, False) == [DraftPlan()]
 
 
 def test_requests_without_speculation_let_the_policy_rest():
@@ -434,7 +434,7 @@ def test_a_drafter_that_cannot_answer_warns_once_and_silences_no_other_row(caplo
 
     policy = AdaptivePolicy([Partly("g", 0.9)], "g", 3)
     for _ in range(3):
-        assert policy.plan(sequences, 0, False) == [Choice("g", 3), Choice(), Choice("g", 3)]
+        assert policy.plan(sequences, 0, False) == [DraftPlan("g", 3), DraftPlan(), DraftPlan("g", 3)]
     assert len([record for record in caplog.records if "failed to say" in record.message]) == 2, "one for each cause"
 
 
@@ -443,9 +443,9 @@ def test_the_first_tokens_of_an_answer_do_not_wait_for_a_model_that_must_read_th
     model.unread_tokens = lambda sequence: 4000
     policy = AdaptivePolicy([model], "model", 4)
     del new.tokens[2:]
-    assert policy.plan([new], 0, False) == [Choice()]
+    assert policy.plan([new], 0, False) == [DraftPlan()]
     new.tokens.append(1)
-    assert policy.plan([new], 0, False) == [Choice("model", 4)]
+    assert policy.plan([new], 0, False) == [DraftPlan("model", 4)]
 
 
 def test_many_sequences_where_nothing_pays_are_seldom_looked_at():
@@ -486,7 +486,7 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
     policy._acceptance.note = lambda method, sampled, level, depth, accepted: noted.append((level, depth))
     for level in (4, 9):
         lookup._evidence = level
-        assert policy.plan([one], 0, False) == [Choice("lookup", 2)]
+        assert policy.plan([one], 0, False) == [DraftPlan("lookup", 2)]
         policy.learn()
         policy.observe(result_of([ResultRow(one, [1], False, "lookup", 3, 0, 2)]), StepTiming(1, 4, 0.02, {}))
     policy.learn()

@@ -35,7 +35,7 @@ from paceline.engine.policy.costs import (
 )
 from paceline.engine.policy.level import DrafterEvidence
 from paceline.engine.policy.guard import Guard
-from paceline.engine.policy.interface import DEEPEST, Choice, any_sampled, wish
+from paceline.engine.policy.interface import DEEPEST, DraftPlan, any_sampled, wish
 from paceline.engine.policy.job_values import JobValues
 from paceline.engine.policy.priors import CPU, PassPrior
 from paceline.engine.policy.survival import Acceptance, bucket
@@ -63,7 +63,7 @@ PACE_DEPTH = 4  # of a draft: what it promises so far may count as the sequence'
 # LEAST_LOSS, so that it takes two steps to stop a method.
 WORST = -2.0
 
-_choice = cache(Choice)
+_choice = cache(DraftPlan)
 
 
 class _Rows(NamedTuple):
@@ -129,7 +129,7 @@ class AdaptivePolicy:
         self._guards: defaultdict[str, Guard] = defaultdict(Guard)  # by method
         self._stopped: set[str] = set()  # methods that their guards have stopped for now
         self._job_values = JobValues()
-        self._drafter_of: dict[str, Choice] = {}  # of each sequence's last draft
+        self._drafter_of: dict[str, DraftPlan] = {}  # of each sequence's last draft
         self._plan, self.min_node_probability = _Plan(), 0.0
         self._rows = NO_ROWS  # of the last plan
         self._lessons: list[_Lesson] = []  # not learnt yet
@@ -153,7 +153,7 @@ class AdaptivePolicy:
 
     # -- deciding
 
-    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[DraftPlan]:
         self._plan, self.min_node_probability = _Plan(), 0.0
         choices = [_choice(NONE, 0)] * len(sequences)
         if not self._evidence.drafters:
@@ -191,7 +191,7 @@ class AdaptivePolicy:
         return rows
 
     def _choose_surest(
-        self, method: str, rows: _Rows, ks: Mapping[int, int], remaining: list[int], choices: list[Choice]
+        self, method: str, rows: _Rows, ks: Mapping[int, int], remaining: list[int], choices: list[DraftPlan]
     ) -> None:
         """With k fixed only the method is left to choose: the one with the most evidence."""
         for name in self._evidence.allowed(method):
@@ -240,7 +240,7 @@ class AdaptivePolicy:
             if not self._evidence.runs_model(method) and method not in self._stopped
         )
 
-    def _choose(self, step: _Step, asking: Mapping[str, list[int]], choices: list[Choice]) -> None:
+    def _choose(self, step: _Step, asking: Mapping[str, list[int]], choices: list[DraftPlan]) -> None:
         number, times = len(step.remaining), step.times
         plain_s = times.seconds(step.base)
         offers = {asked: self._offers(step, rows, asked) for asked, rows in asking.items()}
@@ -307,7 +307,7 @@ class AdaptivePolicy:
             seconds += step.times.seconds_with(step.base, 1) - seconds[0]
         return seconds
 
-    def _give(self, keys: list[str], offers: list[Offer], found: Budgets, choices: list[Choice]) -> None:
+    def _give(self, keys: list[str], offers: list[Offer], found: Budgets, choices: list[DraftPlan]) -> None:
         self._plan.drafts = True
         for offer, nodes in zip(offers, budgets.by_row(offers, found), strict=True):
             self._plan.values.update(offer.values)

@@ -18,7 +18,7 @@ DEEPEST = 16  # tokens ahead that a policy plans where k is open: passes for suc
 
 
 @dataclass(frozen=True)
-class Choice:
+class DraftPlan:
     method: str = NONE
     max_nodes: int = 0  # nodes
 
@@ -26,7 +26,7 @@ class Choice:
 class Policy(Protocol):
     min_node_probability: float  # probability below which a node is not worth its row in the step that was planned last; 0: unknown
 
-    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[DraftPlan]:
         """One choice per decoding sequence; `other_rows` of the same pass belong to prompts.
 
         `others_wait`: a waiting request takes the place of a sequence that ends at once.
