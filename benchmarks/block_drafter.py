@@ -25,7 +25,7 @@ from speculation import index_prompts
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.drafters.block.drafter import DSparkDrafter
-from paceline.drafters.methods import available
+from paceline.drafters.methods import drafter_specs
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
 
@@ -84,7 +84,7 @@ def measure(
 ) -> dict[str, Any]:
     speculation = SpeculationConfig(method=AUTO, drafter=folder)
     context = build.drafter_context(target.loaded, speculation)
-    (method,) = (each for each in available(speculation, [context.checkpoint]) if each.method.recognise)
+    (method,) = (each for each in drafter_specs(speculation, [context.checkpoint]) if each.method.recognise)
     drafter = DSparkDrafter.from_context(context, method.name, beam)
     config = EngineConfig(max_num_seqs=max(rows, 1), max_num_batched_tokens=max(512, 130 * rows))
     policy = AdaptivePolicy([drafter], method.name, nodes)

@@ -32,7 +32,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, uniform
 from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.block.tree import BEAM, CANDIDATES, Lattice, grow, lattice
-from paceline.drafters.methods import available
+from paceline.drafters.methods import drafter_specs
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.kv_cache import LayerCache
@@ -165,7 +165,7 @@ class Way:
         speculation = SpeculationConfig(method=AUTO)
         context = build.drafter_context(target.loaded, speculation)
         assert context.checkpoint is not None
-        (method,) = (each for each in available(speculation, [context.checkpoint]) if each.method.recognise)
+        (method,) = (each for each in drafter_specs(speculation, [context.checkpoint]) if each.method.recognise)
         drafter = (DrawnTrees if draws else DSparkDrafter).from_context(context, method.name)
         policy = AdaptivePolicy([drafter], method.name, nodes)
         loaded = target.loaded

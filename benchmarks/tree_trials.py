@@ -39,7 +39,7 @@ from paceline.drafters.block.checkpoint import read
 from paceline.drafters.block.config import CONFIDENCE
 from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
-from paceline.drafters.methods import METHODS, SUFFIX, available
+from paceline.drafters.methods import METHODS, SUFFIX, drafter_specs
 from paceline.engine.engine import Engine
 from paceline.engine.policy import level
 from paceline.engine.policy import survival as acceptance
@@ -338,7 +338,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
     speculation = SpeculationConfig(method=AUTO, drafter=tuple(args.drafter or ()))
     context = build.drafter_context(target.loaded, speculation)
     assert context.checkpoint is not None
-    (method,) = (each for each in available(speculation, [context.checkpoint]) if each.method.recognise)
+    (method,) = (each for each in drafter_specs(speculation, [context.checkpoint]) if each.method.recognise)
     drafter = Trials.from_context(context, method.name)
     assert isinstance(drafter, Trials)
     drafter.prepare(context.checkpoint, target.loaded.config.vocab_size, args)

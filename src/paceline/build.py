@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.methods import DRAFTER, METHODS, Wanted, available, needs_one, serves
+from paceline.drafters.methods import DRAFTER, METHODS, DrafterSpec, drafter_specs, needs_one, serves
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
@@ -98,11 +98,11 @@ def make_drafters(
     used unchanged, for engines that share the weights of a draft model."""
     ready = dict(given or {})
     context = drafter_context(loaded, speculation)
-    wanted = available(speculation, trained_folders(loaded, speculation))
+    wanted = drafter_specs(speculation, trained_folders(loaded, speculation))
     return [*(_make(each, context) for each in wanted if each.name not in ready), *ready.values()]
 
 
-def _make(wanted: Wanted, context: DrafterContext) -> Drafter:
+def _make(wanted: DrafterSpec, context: DrafterContext) -> Drafter:
     """A drafter of its own model or folder alone."""
     if isinstance(wanted.source, Path):
         context = replace(context, checkpoint=wanted.source)

@@ -22,7 +22,7 @@ from paceline.drafters.methods import (
     METHODS,
     NGRAM,
     SUFFIX,
-    available,
+    drafter_specs,
     by_vllm_name,
     check,
     is_called,
@@ -107,10 +107,10 @@ def test_a_drafter_carries_the_name_it_is_made_by(name: str) -> None:
 
 
 def test_methods_are_available_once_their_needs_are_met() -> None:
-    assert available(SpeculationConfig()) == []
-    names = [method.name for method in available(SpeculationConfig(method=AUTO))]
+    assert drafter_specs(SpeculationConfig()) == []
+    names = [method.name for method in drafter_specs(SpeculationConfig(method=AUTO))]
     assert (NGRAM in names, SUFFIX in names, DRAFT_MODEL in names) == (True, True, False)
-    assert DRAFT_MODEL in [each.name for each in available(SpeculationConfig(method=NGRAM, draft_model=("small",)))]
+    assert DRAFT_MODEL in [each.name for each in drafter_specs(SpeculationConfig(method=NGRAM, draft_model=("small",)))]
 
 
 def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) ->
     ):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(raw))
-    wanted = available(SpeculationConfig(method=AUTO, draft_model=("x/small", "other")), folders)
+    wanted = drafter_specs(SpeculationConfig(method=AUTO, draft_model=("x/small", "other")), folders)
     names = {each.name: each.source for each in wanted if each.method.needs}
     assert names == {
         f"{DRAFT_MODEL}:small": "x/small",
@@ -129,9 +129,9 @@ def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) ->
         f"{MEDUSA}:head-2": folders[1],
         DFLASH: folders[2],
     }
-    numbered = available(SpeculationConfig(method=AUTO, draft_model=("a/m-2", "b/m", "c/m", "none/m-2")), [])
+    numbered = drafter_specs(SpeculationConfig(method=AUTO, draft_model=("a/m-2", "b/m", "c/m", "none/m-2")), [])
     assert len({each.name for each in numbered}) == len(numbered)
-    assert not any(each.method.needs for each in available(SpeculationConfig(method=AUTO, draft_model=(NONE,)), []))
+    assert not any(each.method.needs for each in drafter_specs(SpeculationConfig(method=AUTO, draft_model=(NONE,)), []))
     assert is_called(f"{DRAFT_MODEL}:small", DRAFT_MODEL)
     assert is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:small")
     assert not is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:other")

@@ -164,7 +164,7 @@ def given_options(speculation: SpeculationConfig) -> list[str]:
     ]
 
 
-class Wanted(NamedTuple):
+class DrafterSpec(NamedTuple):
     """A drafter that can be made. Several of one method have names of their own behind the method's."""
 
     name: str
@@ -172,7 +172,7 @@ class Wanted(NamedTuple):
     source: str | Path | None  # the draft model, or the trained drafter's folder
 
 
-def available(speculation: SpeculationConfig, checkpoints: SequenceOf[Path] = ()) -> list[Wanted]:
+def drafter_specs(speculation: SpeculationConfig, checkpoints: SequenceOf[Path] = ()) -> list[DrafterSpec]:
     """Drafters whose needs are all given. A request may choose its own, whichever is the engine's.
 
     `checkpoints`: folders of trained drafters, each of one method; the one that is asked for by name says itself what
@@ -196,7 +196,7 @@ def available(speculation: SpeculationConfig, checkpoints: SequenceOf[Path] = ()
             names = ", ".join(each.name for each in trained)
             raise InvalidParameter("drafter", f"{folder} holds no drafter of a known method; known are {names}")
         found += [(method, folder) for method in mine]
-    return [Wanted(name, *each) for name, each in zip(_own_names(found), found, strict=True)]
+    return [DrafterSpec(name, *each) for name, each in zip(_own_names(found), found, strict=True)]
 
 
 def _own_names(found: SequenceOf[tuple[Method, str | Path | None]]) -> list[str]:

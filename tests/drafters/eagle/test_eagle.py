@@ -18,7 +18,7 @@ from paceline.drafters.eagle import drafter as eagle_drafter
 from paceline.drafters.eagle.checkpoint import read, recognise, write
 from paceline.drafters.eagle.config import published_layers
 from paceline.drafters.eagle.tree import BELOW, DEPTH, TreeShape, grow, width_of
-from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, available
+from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, drafter_specs
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
@@ -426,7 +426,7 @@ def test_a_language_model_of_one_layer_is_no_drafter(tmp_path, decoder):
     config = config_for(CONFIG, **KINDS["eagle"])
     write(tmp_path, config, random_tensors(config))
     edited(tmp_path, architectures=["LlamaForCausalLM"], paceline="absent", bias="absent")
-    (wanted,) = (each for each in available(SpeculationConfig(method="auto"), [tmp_path]) if each.source)
+    (wanted,) = (each for each in drafter_specs(SpeculationConfig(method="auto"), [tmp_path]) if each.source)
     assert wanted.name == EAGLE
     assert wanted.method.make(context_of(tmp_path, decoder, EAGLE)).name == EAGLE
     stored = load_file(tmp_path / "model.safetensors")
