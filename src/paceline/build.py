@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.methods import DRAFTER, METHODS, DrafterSpec, drafter_specs, needs_one, serves
+from paceline.drafters.methods import DRAFTER, METHODS, DrafterSpec, drafter_specs, needs_one, accepts_folder
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
@@ -139,7 +139,7 @@ def trained_folders(loaded: LoadedModel, speculation: SpeculationConfig) -> list
     needed = method in METHODS and DRAFTER in METHODS[method].needs
     if not speculation.drafter and (method == AUTO or needed):
         packaged = packaged_for(loaded.config, loaded.decoder.embedding)
-        if packaged is not None and serves(method, packaged):
+        if packaged is not None and accepts_folder(method, packaged):
             return [packaged]
         if needed:
             raise InvalidParameter(

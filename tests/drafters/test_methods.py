@@ -25,7 +25,7 @@ from paceline.drafters.methods import (
     drafter_specs,
     by_vllm_name,
     check,
-    is_called,
+    matches_method,
 )
 from paceline.drafters.speculative_config import read
 from paceline.errors import InvalidParameter
@@ -132,9 +132,9 @@ def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) ->
     numbered = drafter_specs(SpeculationConfig(method=AUTO, draft_model=("a/m-2", "b/m", "c/m", "none/m-2")), [])
     assert len({each.name for each in numbered}) == len(numbered)
     assert not any(each.method.needs for each in drafter_specs(SpeculationConfig(method=AUTO, draft_model=(NONE,)), []))
-    assert is_called(f"{DRAFT_MODEL}:small", DRAFT_MODEL)
-    assert is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:small")
-    assert not is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:other")
+    assert matches_method(f"{DRAFT_MODEL}:small", DRAFT_MODEL)
+    assert matches_method(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:small")
+    assert not matches_method(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:other")
 
 
 @pytest.mark.parametrize(

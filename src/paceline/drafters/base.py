@@ -29,7 +29,7 @@ from paceline.config import AUTO, MAX_K, ModelConfig, SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.methods import is_called
+from paceline.drafters.methods import matches_method
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.weights import StoredWeight
@@ -174,7 +174,7 @@ def excluded(sequence: Sequence, method: str) -> bool:
     """The request chooses another drafter than the one of this name, or none."""
     own = sequence.params.speculation
     wanted = own if own is None or isinstance(own, str) else own.get("method")
-    return wanted not in (None, AUTO) and not is_called(method, wanted)
+    return wanted not in (None, AUTO) and not matches_method(method, wanted)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

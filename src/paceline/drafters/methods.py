@@ -214,7 +214,7 @@ def _own_names(found: SequenceOf[tuple[Method, str | Path | None]]) -> list[str]
     return names
 
 
-def is_called(name: str, asked: str) -> bool:
+def matches_method(name: str, asked: str) -> bool:
     """Whether a drafter of this name is meant: by its own name, or by its method's."""
     return asked in (name, name.partition(OF)[0])
 
@@ -255,14 +255,14 @@ def packaged_folders(root: Path = SHIPPED) -> list[Path]:
 
 def is_packaged(method: str) -> bool:
     """Whether a drafter of this method comes with the package; for which model is known once that is loaded."""
-    return any(serves(method, folder) for folder in packaged_folders())
+    return any(accepts_folder(method, folder) for folder in packaged_folders())
 
 
 def needs_one(method: str, need: str = DRAFTER) -> str:
     return f"method {method} needs {_NEEDED[need]}; name it, or choose {AUTO}"
 
 
-def serves(method: str, folder: Path) -> bool:
+def accepts_folder(method: str, folder: Path) -> bool:
     """Whether the trained drafter in a folder may be used where this method is asked for."""
     if method == AUTO:
         return True

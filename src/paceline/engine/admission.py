@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from paceline.config import AUTO, NONE, EngineConfig, ModelConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters.methods import is_called
+from paceline.drafters.methods import matches_method
 from paceline.engine.policy.interface import wish
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
 from paceline.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class Admission:
             raise InvalidParameter("speculation", "this engine was made with method none; make it with method auto")
         if method == NONE:
             raise InvalidParameter("speculation", "method none drafts nothing; leave k out or choose a method")
-        if method != AUTO and not any(is_called(name, method) for name in self._methods):
+        if method != AUTO and not any(matches_method(name, method) for name in self._methods):
             available = ", ".join((NONE, AUTO, *self._methods))
             raise InvalidParameter("speculation", f"{short_repr(method)} is not available here; choose from {available}")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.config import AUTO
 from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, NONE
-from paceline.drafters.methods import is_called, unknown_method
+from paceline.drafters.methods import matches_method, unknown_method
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
@@ -206,7 +206,7 @@ def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
     available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     meant: list[str] = []
     for asked in wanted:
-        found = [name for name in available if is_called(name, asked)]
+        found = [name for name in available if matches_method(name, asked)]
         if not found:
             if asked not in METHODS:
                 raise InvalidParameter("methods", unknown_method(asked, available))

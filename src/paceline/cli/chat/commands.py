@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.cli.output import chosen_drafting, drafting_words, print_note, rate_words
 from paceline.cli.speculation import parse_k
 from paceline.config import AUTO, NONE
-from paceline.drafters.methods import METHODS, is_called, unknown_method
+from paceline.drafters.methods import METHODS, matches_method, unknown_method
 from paceline.errors import InvalidParameter, PacelineError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _method(conversation: Conversation, argument: str) -> None:
 
 
 def _check(method: str, loaded: list[str]) -> None:
-    if method == NONE or (method == AUTO and loaded) or any(is_called(name, method) for name in loaded):
+    if method == NONE or (method == AUTO and loaded) or any(matches_method(name, method) for name in loaded):
         return
     if not loaded:
         raise InvalidParameter("method", f"this chat was started with --method {NONE}; start it without, to draft")

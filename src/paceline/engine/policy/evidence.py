@@ -12,7 +12,7 @@ from paceline.config import AUTO, MAX_K
 from paceline.core.sequence import Sequence
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.methods import is_called
+from paceline.drafters.methods import matches_method
 
 log = logging.getLogger("paceline")
 FIRST_TOKENS = 2  # of an answer: they do not wait for a drafter that has yet to read the prompt,
@@ -42,7 +42,7 @@ class DrafterEvidence:
     def allowed(self, method: str) -> tuple[str, ...]:
         """Drafters that may draft for a request that asks for this method, or for one of them by its own name."""
         if method not in self._allowed:
-            named = [name for name in self.drafters if is_called(name, method) and name not in self.retired]
+            named = [name for name in self.drafters if matches_method(name, method) and name not in self.retired]
             self._allowed[method] = tuple(named)
         return self._allowed[method]
 
