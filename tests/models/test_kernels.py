@@ -26,7 +26,7 @@ from paceline.models.backends.cpu.kernels import (
     runnable_variants,
 )
 from paceline.models.backends.torch import TorchKernels
-from paceline.models.kernels import Layer, LayerByLayer, Rope, Shape, kernels_for
+from paceline.models.kernels import Layer, LayerByLayer, RopeArgs, StackParams, kernels_for
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
@@ -128,8 +128,8 @@ def wide(cache: LayerCache) -> LayerCache:
     return LayerCache(cache.k.double(), cache.v.double())
 
 
-def wide_rope(rope: Rope) -> Rope:
-    return Rope(*(None if part is None else part.double() for part in rope[:4]), rope.eps)
+def wide_rope(rope: RopeArgs) -> RopeArgs:
+    return RopeArgs(*(None if part is None else part.double() for part in rope[:4]), rope.eps)
 
 
 def reference_attention(q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
@@ -237,7 +237,7 @@ def test_rope_and_store_matches_the_reference(native, q_heads, kv_heads, dim, no
     cos, sin = rotary_tables(dim)
     norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
     expected_cache = wide(state.cache)
-    rope = Rope(cos, sin, *norms, 1e-6)
+    rope = RopeArgs(cos, sin, *norms, 1e-6)
     expected = REFERENCE.rope_and_store(qkv.double(), plan, wide_rope(rope), expected_cache)
     untouched = [slot for slot in range(len(state.cache.k)) if slot not in (5, 0, 33)]
     before = state.cache.k[untouched].clone(), state.cache.v[untouched].clone()
@@ -263,7 +263,7 @@ def test_a_row_of_rope_has_the_same_bits_among_any_rows(native: NativeKernels, t
     def run(chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         parts = [list(range(at, min(at + chunk, rows))) for at in range(0, rows, chunk)]
         call = [
-            native.rope_and_store(qkv[part].clone(), rows_of(plan, part), Rope(*tables, norm, norm, 1e-6), state.cache)
+            native.rope_and_store(qkv[part].clone(), rows_of(plan, part), RopeArgs(*tables, norm, norm, 1e-6), state.cache)
             for part in parts
         ]
         return torch.cat(call), state.cache.k[slots].clone(), state.cache.v[slots].clone()
@@ -279,7 +279,7 @@ def test_a_position_beyond_the_tables_is_refused(native: NativeKernels) -> None:
     state = scene([40])
     plan = replace(state.plan([(0, 39)]), slots=ints([0]))
     with pytest.raises(IndexError, match="rotary tables"):
-        native.rope_and_store(torch.randn(1, 64), plan, Rope(*rotary_tables(16, 39), None, None, 1e-6), state.cache)
+        native.rope_and_store(torch.randn(1, 64), plan, RopeArgs(*rotary_tables(16, 39), None, None, 1e-6), state.cache)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -545,7 +545,7 @@ def test_layers_in_one_call_are_the_same_bits_as_call_by_call(native, dtype, sto
     ]
     positions = ints(range(rows))
     plan = PassPlan.in_order(positions, positions, torch.zeros_like(positions), ints([[0]]), BLOCK, rows)
-    shape = Shape(torch.rand(rows, dim // 2), torch.rand(rows, dim // 2), 1e-5, dim**-0.5, q_heads)
+    shape = StackParams(torch.rand(rows, dim // 2), torch.rand(rows, dim // 2), 1e-5, dim**-0.5, q_heads)
     embedded, results = torch.randn(rows, hidden), []
     for make in (native.stack, functools.partial(LayerByLayer, native)):
         caches = [LayerCache(torch.zeros(BLOCK, kv_heads, dim), torch.zeros(BLOCK, kv_heads, dim)) for _ in layers]

@@ -18,7 +18,7 @@ from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack
 from paceline.models.backends.cpu.stack import NativePass
 from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
-from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
+from paceline.models.kernels import Kernels, Layer, Packed, StackParams, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput, PassPlan
@@ -112,8 +112,8 @@ class Decoder:
                 rows = rows.to(WeightKind.of(dtypes.compute), device)
             embedding = kernels.embedding(rows, self.head if tied else None)
         self.embedding = embedding  # indexed by token ids
-        self._shape: Shape | None = None
-        self._stack: tuple[Stack | None, Shape | None] = None, None
+        self._shape: StackParams | None = None
+        self._stack: tuple[Stack | None, StackParams | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None
         self._native: NativePass | None = None  # None: a pass is made of several calls
         in_rows = not isinstance(embedding, Tensor) or (embedding.dtype in NUMBERS and embedding.is_contiguous())
@@ -215,7 +215,7 @@ class Decoder:
         rows = final if logit_rows is None else final[logit_rows]
         return ModelOutput(self.kernels.logits(rows, self.head, out), out_taps)
 
-    def shape(self, length: int) -> Shape:
+    def shape(self, length: int) -> StackParams:
         """With rotary tables for at least `length` positions, as far as the model's context goes.
 
         They grow with the passes: a config may promise 10**8 positions, which no cache holds.
@@ -225,7 +225,7 @@ class Decoder:
         if self._shape is None or self._shape.cos.shape[0] < length:
             length = min(max(1 << (length - 1).bit_length(), LEAST_POSITIONS), config.max_positions)
             cos, sin = rope_tables(config.rope, config.head_dim, length, self.device)
-            self._shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
+            self._shape = StackParams(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
         return self._shape
 
     def stack(self, caches: Sequence[LayerCache], length: int) -> Stack:

@@ -48,7 +48,7 @@ class Layer:
         return self.qkv, self.output, self.gate_up, self.down
 
 
-class Rope(NamedTuple):
+class RopeArgs(NamedTuple):
     """How q and k of a layer are rotated. Halves of a head are a pair: (x1 cos - x2 sin, x2 cos + x1 sin)."""
 
     cos: Tensor  # (num_positions, D / 2), fp32
@@ -69,7 +69,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StackParams:
     """What the layers of one model share."""
 
     cos: Tensor  # (max_positions, D / 2) fp32
@@ -78,8 +78,8 @@ class Shape:
     scale: float
     q_heads: int
 
-    def rope(self, layer: Layer) -> Rope:
-        return Rope(self.cos, self.sin, layer.q_norm, layer.k_norm, self.eps)
+    def rope(self, layer: Layer) -> RopeArgs:
+        return RopeArgs(self.cos, self.sin, layer.q_norm, layer.k_norm, self.eps)
 
 
 class Stack(Protocol):
@@ -122,7 +122,7 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; returns rms_norm(residual)."""
 
-    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         """Norm and rotate q and k of (M, (Hq + 2 Hkv) * D), which may be overwritten; write k and v to plan.slots
         except -1; return q as (M, Hq, D)."""
 
@@ -133,11 +133,11 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """(M, 2 I) -> (M, I): silu(first half) * second half."""
 
-    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         """Bind a model's layers to their caches. `LayerByLayer` is the default implementation."""
 
     def greedy_chain(
-        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
     ) -> GreedyChain | None:
         """A chain that drafts several tokens in one launch; None where these kernels have none for such a model."""
 
@@ -145,7 +145,7 @@ class Kernels(Protocol):
 class LayerByLayer:
     """A stack that calls the kernels one by one."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> None:
+    def __init__(self, kernels: Kernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> None:
         self.kernels, self.layers, self.caches, self.shape = kernels, layers, caches, shape
 
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:

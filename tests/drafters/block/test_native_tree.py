@@ -19,7 +19,7 @@ from paceline.models.backends.cpu.kernels import (
     open_library,
     runnable_variants,
 )
-from paceline.models.kernels import Shape
+from paceline.models.kernels import StackParams
 from paceline.models.kv_cache import LayerCache
 
 
@@ -37,7 +37,7 @@ class Scene:
 
     def __init__(self, kernels, embedding, masks, head, markov, ids, beam, count, first_row):
         dim = 4
-        shape = Shape(torch.ones(8, dim // 2), torch.ones(8, dim // 2), 1e-6, 1.0, 1)
+        shape = StackParams(torch.ones(8, dim // 2), torch.ones(8, dim // 2), 1e-6, 1.0, 1)
         caches = [LayerCache(torch.zeros(64, 1, dim), torch.zeros(64, 1, dim))]
         self.stack = NativeStack(kernels, [], caches, shape)
         self.blocks = NativeBlocks(

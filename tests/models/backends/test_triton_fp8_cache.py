@@ -16,7 +16,7 @@ require_interpreter()
 from paceline.models.backends.cuda.compact import compact
 from paceline.models.backends.cuda.kernels import TritonKernels
 from paceline.models.backends.cuda.linear import Rotary, linear
-from paceline.models.kernels import Rope
+from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
 from tests.models.test_kernels import ints, rotary_tables, scene
 
@@ -58,7 +58,7 @@ def test_keys_and_values_are_rounded_to_fp8_and_kept_within_its_range(kernels: T
     qkv, (cos, sin) = exact_in_fp8(3, 3 * dim), rotary_tables(dim)
     qkv[:, 2 * dim] = torch.tensor([1e4, -1e4, 3.0])  # values beyond 448
     plan = replace(scene([40], kv_heads, dim).plan([(0, 0), (0, 1), (0, 2)]), slots=ints([5, 9, -1]))
-    rope = Rope(torch.ones_like(cos), torch.zeros_like(sin), None, None, 1e-6)  # position does not matter: exact
+    rope = RopeArgs(torch.ones_like(cos), torch.zeros_like(sin), None, None, 1e-6)  # position does not matter: exact
     made = LayerCache(*(torch.zeros(16, kv_heads, dim, dtype=FP8) for _ in "kv"))
     kernels.rope_and_store(qkv.clone(), plan, rope, made)
     expected = qkv.clamp(-448, 448).view(3, 3, dim)

@@ -40,7 +40,7 @@ from paceline.models.backends.cuda.attention.division import (
 from paceline.models.backends.cuda.kernels import FastKernels, TritonKernels
 from paceline.models.backends.cuda.linear import Rotary, Tile, linear
 from paceline.models.decoder import Decoder
-from paceline.models.kernels import LayerByLayer, Rope, kernels_for
+from paceline.models.kernels import LayerByLayer, RopeArgs, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.warmup import PassShape
@@ -154,7 +154,7 @@ def test_the_product_of_q_k_and_v_rotates_and_stores_as_the_kernels_apart_do(ker
     x, (cos, sin) = torch.randn(rows, 64), rotary_tables(dim, rows)
     apart = LayerCache(state.cache.k.clone(), state.cache.v.clone())
     qkv = linear(x, weight, tile=tile)
-    expected = kernels.rope_and_store(qkv, plan, Rope(cos, sin, None, None, 1e-6), apart)
+    expected = kernels.rope_and_store(qkv, plan, RopeArgs(cos, sin, None, None, 1e-6), apart)
     rotary = Rotary(plan.positions, plan.slots, cos, sin, state.cache.k, state.cache.v)
     assert torch.equal(linear(x, weight, rotary=rotary, tile=tile).view_as(expected), expected)
     for got, wanted in ((state.cache.k, apart.k), (state.cache.v, apart.v)):
@@ -238,7 +238,7 @@ def test_rope_and_store_matches_the_reference(kernels, q_heads, kv_heads, dim, n
     qkv, (cos, sin) = torch.randn(3, (q_heads + 2 * kv_heads) * dim), rotary_tables(dim)
     norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
     expected_cache, before = wide(state.cache), state.cache.k.clone()
-    rope = Rope(cos, sin, *norms, 1e-6)
+    rope = RopeArgs(cos, sin, *norms, 1e-6)
     expected = REFERENCE.rope_and_store(qkv.double(), plan, wide_rope(rope), expected_cache)
     q = kernels.rope_and_store(qkv.clone(), plan, rope, state.cache)
     assert_close(q, expected, 1e-6)

@@ -17,7 +17,7 @@ from paceline.drafters.block.config import TAP_NORM, DSparkConfig
 from paceline.drafters.tapped import TapBatch
 from paceline.models.backends.cpu.kernels import AbsorbedView, NativeKernels, NativeStack
 from paceline.models.decoder import Decoder
-from paceline.models.kernels import Rope
+from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
@@ -128,4 +128,4 @@ class ContextKV:
         each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)
         for layer, cache, part in zip(layers, self._caches, each, strict=True):
             # Rows of keys and values alone: there are no queries to norm or rotate.
-            kernels.rope_and_store(part, plan, Rope(shape.cos, shape.sin, layer.k_norm, layer.k_norm, shape.eps), cache)
+            kernels.rope_and_store(part, plan, RopeArgs(shape.cos, shape.sin, layer.k_norm, layer.k_norm, shape.eps), cache)

@@ -17,7 +17,7 @@ from paceline.config import ModelConfig
 from paceline.drafters.base import digest
 from paceline.drafters.eagle.config import LAYER, EagleConfig
 from paceline.drafters.folder import draft_ids
-from paceline.models.kernels import Kernels, Packed, Rope
+from paceline.models.kernels import Kernels, Packed, RopeArgs
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.rope import rope_tables
@@ -77,14 +77,14 @@ class EagleLayer:
             assert embedding is not None
             self._head = kernels.pack(embedding[self.ids])
         self._eps, self._scale = config.body.rms_norm_eps, 1 / math.sqrt(config.body.head_dim)
-        self._rope: Rope | None = None
+        self._rope: RopeArgs | None = None
         self.digest = f"{config.taps(target.num_layers)}/{digest(tensors[name] for name in sorted(tensors))}"
 
     def bind(self, positions: int) -> None:
         """Rotary tables for so many positions: a drafter's own limit is often shorter than its target's context."""
         body = self.config.body
         cos, sin = rope_tables(body.rope, body.head_dim, positions, self.device)
-        self._rope = Rope(cos, sin, self._q_norm, self._k_norm, self._eps)
+        self._rope = RopeArgs(cos, sin, self._q_norm, self._k_norm, self._eps)
 
     @property
     def num_positions(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.config import ModelConfig
 from paceline.models.backends.torch_reads import Part, PassReads
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, Rope, Shape, Stack, Weights
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, StackParams, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
@@ -67,7 +67,7 @@ class TorchKernels:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
-    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         _, kv_heads, dim = cache.k.shape
         heads = qkv.view(len(qkv), -1, dim)
         q, k, v = torch.tensor_split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], dim=1)
@@ -100,11 +100,11 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return LayerByLayer(self, layers, caches, shape)
 
     def greedy_chain(
-        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
     ) -> GreedyChain | None:
         return None
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.models.kernels import Rope
+from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan, slots_of
 
@@ -41,7 +41,7 @@ class PassReads:
         self._rotation: tuple[Tensor | None, Tensor, Tensor] | None = None
         self._parts: dict[tuple[int | None, int, int], list[Part]] = {}
 
-    def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotation(self, rope: RopeArgs) -> tuple[Tensor, Tensor]:
         """cos and sin of the rows' positions, (M, 1, D / 2)."""
         if self._rotation is None or self._rotation[0] is not rope.cos:
             at = self.positions

@@ -21,7 +21,7 @@ from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, ProductView, runs_of_a_kind
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, INT8, Layer, Rope, Shape, Stack, Weights
+from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, StackParams, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.models.weights import StoredWeight, joined
@@ -232,7 +232,7 @@ class NativeStack:
     """All layers of a model in one call: no time between them."""
 
     def __init__(
-        self, kernels: NativeKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape
+        self, kernels: NativeKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams
     ) -> None:
         self.caches, self._kernels = caches, kernels
         self._kept = layers, shape  # the views below point into these
@@ -374,7 +374,7 @@ class NativeKernels:
         )
         return out
 
-    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         qkv, q_norm, k_norm = _fp32(qkv), _optional(rope.q_norm), _optional(rope.k_norm)
         rows, width = qkv.shape
         _, kv_heads, dim = cache.k.shape
@@ -415,11 +415,11 @@ class NativeKernels:
         check_status(status)
         return out
 
-    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return NativeStack(self, layers, caches, shape)
 
     def greedy_chain(
-        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
     ) -> GreedyChain | None:
         return None
 

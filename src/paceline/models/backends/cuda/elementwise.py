@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.models.kernels import Rope
+from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.platform.launch import overlapped, release, wait
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Ten
     return out
 
 
-def rope_and_store(qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+def rope_and_store(qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
     cos, sin, q_norm, k_norm, eps = rope
     rows, width = qkv.shape
     _, kv_heads, dim = cache.k.shape

@@ -16,7 +16,7 @@ from paceline.core.verdict import UnreadVerdict
 from paceline.models.backends.cuda.advance_rows import known_of
 from paceline.models.backends.cuda.chain import STATE, UNIT, chain
 from paceline.models.chain import READ, ChainRow
-from paceline.models.kernels import Shape, Weights
+from paceline.models.kernels import StackParams, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.platform.launch import INTERPRETED
 from paceline.platform.staging import Staging
@@ -104,7 +104,7 @@ class TritonChain:
     def __init__(
         self,
         weights: Weights,
-        shape: Shape,
+        shape: StackParams,
         caches: Sequence[LayerCache],
         block_size: int,
         config: ModelConfig,

@@ -20,7 +20,7 @@ from paceline.models.backends.cuda.codes.codes import fits, keeps_codes, laid_ou
 from paceline.models.backends.cuda.greedy_chain import TritonChain, served
 from paceline.models.backends.cuda.linear import FEW_ROWS, Rotary, linear
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, Rope, Shape, Stack, Weights
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, StackParams, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.quant.code_blocks import as_codes
@@ -79,7 +79,7 @@ class TritonKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(residual, x, weight, eps)
 
-    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         return elementwise.rope_and_store(qkv.contiguous(), plan, rope, cache)
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
@@ -89,11 +89,11 @@ class TritonKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return elementwise.silu_mul(gate_up)
 
-    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return TritonStack(self, layers, caches, shape)
 
     def greedy_chain(
-        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
     ) -> GreedyChain | None:
         programs = multiprocessors(weights.embedding.device)
         if not served(weights, caches, config, programs):
@@ -122,7 +122,7 @@ class TritonStack:
     """The layers as a stream of kernels, eight to a layer: RoPE, cache write and SiLU * up are fused into products."""
 
     def __init__(
-        self, kernels: TritonKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape
+        self, kernels: TritonKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams
     ) -> None:
         self.caches, self._kernels, self._layers, self._shape = caches, kernels, layers, shape
 
@@ -172,7 +172,7 @@ class FastKernels(TritonKernels):
         logits = self.linear(x, weight).float()
         return logits if out is None else out.copy_(logits)
 
-    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return _FastStack(super().stack(layers, caches, shape), LayerByLayer(self, layers, caches, shape))
 
 
