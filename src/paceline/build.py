@@ -27,7 +27,7 @@ from paceline.platform import cpu as machine
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadedTarget:
     """A model's weights in memory."""
 
     path: Path
@@ -36,7 +36,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Built:
+class EngineBundle:
     engine: Engine
     policy: AdaptivePolicy
     memory: PolicyMemory | None  # None: the policy neither starts from earlier runs nor is kept
@@ -61,7 +61,7 @@ def load(
     activations: str = "float32",
     kv_dtype: str = "auto",
     progress: Progress | None = None,
-) -> Target:
+) -> LoadedTarget:
     """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
     note = machine.guard_amx(cache_home_if_any())
     path = resolve(model, progress)
@@ -75,12 +75,12 @@ def load(
         kv_dtype=kv_dtype,
         tokenizer=None if tokenizer is None else resolve(tokenizer, progress),
     )
-    return Target(path, loaded, "; ".join(filter(None, (note, *loaded.notes))) or None)
+    return LoadedTarget(path, loaded, "; ".join(filter(None, (note, *loaded.notes))) or None)
 
 
 def build(
-    target: Target, config: EngineConfig, speculation: SpeculationConfig | None = None, *, remember: bool = True
-) -> Built:
+    target: LoadedTarget, config: EngineConfig, speculation: SpeculationConfig | None = None, *, remember: bool = True
+) -> EngineBundle:
     """`remember`: the policy starts from the stored state of earlier runs of this model on this machine."""
     wanted = speculation or SpeculationConfig()
     drafters = make_drafters(target.loaded, wanted)
@@ -88,7 +88,7 @@ def build(
     memory = PolicyMemory(target.path, target.loaded, drafters) if remember else None
     if memory is not None:
         memory.load(policy)
-    return Built(make_engine(target.loaded, config, drafters, policy), policy, memory)
+    return EngineBundle(make_engine(target.loaded, config, drafters, policy), policy, memory)
 
 
 def make_drafters(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from paceline.arguments import Params
-from paceline.build import Built, build, load
+from paceline.build import EngineBundle, build, load
 from paceline.client import Client, Job, StreamedRequest
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
 from paceline.drafters.methods import check
@@ -43,7 +43,7 @@ class _Open(NamedTuple):
     """What `close` lets go of."""
 
     loaded: LoadedModel
-    built: Built
+    built: EngineBundle
 
 
 class LLM:

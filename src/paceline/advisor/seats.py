@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from paceline.advisor.traffic import Seats, Traffic
-from paceline.build import Target, make_drafters, make_engine, make_policy
+from paceline.build import LoadedTarget, make_drafters, make_engine, make_policy
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
@@ -25,7 +25,7 @@ from paceline.platform.memory import cache_bytes
 
 
 def build_pair(
-    target: Target, speculation: SpeculationConfig, traffic: Traffic, config: EngineConfig
+    target: LoadedTarget, speculation: SpeculationConfig, traffic: Traffic, config: EngineConfig
 ) -> tuple[Engine, Engine, Seats]:
     """Plain, with drafters, and what the drafters cost."""
     loaded, length = target.loaded, traffic.prompt + traffic.answer

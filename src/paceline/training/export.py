@@ -29,7 +29,7 @@ from paceline.training.names import FORMATS, SPECULATORS
 from paceline.training.output_folder import occupied
 
 
-class Target(NamedTuple):
+class ExportTarget(NamedTuple):
     """The model a drafter was trained for."""
 
     name: str
@@ -37,15 +37,15 @@ class Target(NamedTuple):
     head: Callable[[], Tensor]  # (V, H) read when asked for
 
 
-def target_of(name: str) -> Target:
+def target_of(name: str) -> ExportTarget:
     path = resolve(name)
     config = load_config(path)
     weights = load_weights(path, config)
     rows = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return Target(name, config, lambda: weights[rows].numbers())
+    return ExportTarget(name, config, lambda: weights[rows].numbers())
 
 
-def export(folder: Path, form: str, out: Path, target: Target | None = None) -> str:
+def export(folder: Path, form: str, out: Path, target: ExportTarget | None = None) -> str:
     """The method of the drafter that was written. `target` is needed for what a folder leaves to its model."""
     if form not in FORMATS:
         raise InvalidParameter("format", f"{form!r} is not one of {', '.join(FORMATS)}")
@@ -79,7 +79,7 @@ def method_of(folder: Path) -> str:
     raise BrokenModel(f"{folder} holds no drafter that is known here")
 
 
-def _eagle3(folder: Path, form: str, out: Path, target: Target | None) -> None:
+def _eagle3(folder: Path, form: str, out: Path, target: ExportTarget | None) -> None:
     config, tensors = eagle_checkpoint.read(folder, None if target is None else target.config)
     _refuse(
         folder,
@@ -102,7 +102,7 @@ def _eagle3(folder: Path, form: str, out: Path, target: Target | None) -> None:
     eagle_checkpoint.write(out, config, tensors, speculators=form == SPECULATORS)
 
 
-def _block(folder: Path, form: str, out: Path, target: Target | None) -> None:
+def _block(folder: Path, form: str, out: Path, target: ExportTarget | None) -> None:
     config, tensors = dspark_checkpoint.read(folder)
     _refuse(
         folder,
@@ -129,7 +129,7 @@ def _block(folder: Path, form: str, out: Path, target: Target | None) -> None:
     write_folder(out, description | {"use_aux_hidden_state": True}, written)
 
 
-def _medusa(folder: Path, form: str, out: Path, target: Target | None) -> None:
+def _medusa(folder: Path, form: str, out: Path, target: ExportTarget | None) -> None:
     if target is None:
         raise InvalidParameter("model", f"{form} states the model's sizes, and {folder} does not; give --model")
     heads = medusa_checkpoint.load_heads(folder, target.config)
@@ -149,7 +149,7 @@ def _medusa(folder: Path, form: str, out: Path, target: Target | None) -> None:
     write_json(out / CONFIG, read_config(out) | keys)
 
 
-_WRITERS: Mapping[str, Callable[[Path, str, Path, Target | None], None]] = {
+_WRITERS: Mapping[str, Callable[[Path, str, Path, ExportTarget | None], None]] = {
     EAGLE3: _eagle3,
     DSPARK: _block,
     DFLASH: _block,
@@ -164,7 +164,7 @@ def _refuse(folder: Path, form: str, features: Mapping[str, bool]) -> None:
             raise UnsupportedModel(f"{folder} cannot be exported as {form}: vLLM's class has no place for {name}")
 
 
-def _rows(folder: Path, offsets: Tensor, target: Target | None) -> Tensor:
+def _rows(folder: Path, offsets: Tensor, target: ExportTarget | None) -> Tensor:
     """The rows of the model's head for the draft vocabulary."""
     if target is None:
         raise InvalidParameter("model", f"{folder} takes its output head from its model; give --model")

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.build import Built, Target, build, load
+from paceline.build import EngineBundle, Target, build, load
 from paceline.core.sequence import Sequence
 from paceline.engine import loop
 from paceline.engine.engine import Engine
@@ -47,7 +47,7 @@ SWITCH_S = 0.0005  # a command waits so long at most for a step's Python code to
 class Outbox:
     """Events of the loop, converted and kept until `flush`."""
 
-    def __init__(self, channel: Channel, built: Built) -> None:
+    def __init__(self, channel: Channel, built: EngineBundle) -> None:
         self._channel, self._built = channel, built
         self._pending: list[m.Event] = []
         self._gauges_at, self._trimmed_at = 0.0, time.perf_counter()
@@ -125,7 +125,7 @@ def _logged(logprobs: list[dict[int, tuple[float, int]]] | None, tokens: list[in
     ]
 
 
-def _gauges(built: Built) -> m.Gauges:
+def _gauges(built: EngineBundle) -> m.Gauges:
     engine = built.engine
     scheduler, stats = engine.scheduler, engine.stats
     return m.Gauges(
@@ -141,7 +141,7 @@ def _gauges(built: Built) -> m.Gauges:
 
 
 class Worker:
-    def __init__(self, channel: Channel, built: Built) -> None:
+    def __init__(self, channel: Channel, built: EngineBundle) -> None:
         self._channel, self._built = channel, built
         self._commands: SimpleQueue[loop.Command] = SimpleQueue()
         self._structured: SimpleQueue[Request] = SimpleQueue()  # their grammars are compiled first
@@ -251,7 +251,7 @@ def main() -> None:
     Worker(channel, built).run(Outbox(channel, built))
 
 
-def _info(target: Target, built: Built) -> dict[str, Any]:
+def _info(target: Target, built: EngineBundle) -> dict[str, Any]:
     loaded = target.loaded
     return {
         "pid": os.getpid(),
