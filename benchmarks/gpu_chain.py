@@ -67,7 +67,9 @@ def greedy(decoder: Decoder, cache: KVCache, row: ChainRow) -> list[int]:
     return proposed
 
 
-def rows_at(subject: Subject, decoder: Decoder, cache: KVCache, number: int, context: int, count: int, unread_tokens: int = 1):
+def rows_at(
+    subject: Subject, decoder: Decoder, cache: KVCache, number: int, context: int, count: int, unread_tokens: int = 1
+):
     """Sequences whose context is in the cache; their blocks are scattered."""
     prompts = prompts_of(subject, number)
     need = -(-(context + count) // BLOCK)

@@ -276,7 +276,9 @@ def reverse_dspark(folder: Path) -> dict[str, Any]:
         sequence.blocks = list(range(8))
         drafter.admit(sequence, 0, anchor)
         drafter.last_tokens = lambda req_indices, lengths, anchor=anchor: expected["tokens"][anchor : anchor + 1]
-        drafter.write_context_kv(TapBatch(expected["taps"].view(size, len(config.taps), -1), expected["tokens"], at, at, size))
+        drafter.write_context_kv(
+            TapBatch(expected["taps"].view(size, len(config.taps), -1), expected["tokens"], at, at, size)
+        )
         nothing = torch.zeros(1, dtype=torch.int64)
         draft = drafter.draft([DraftRequest(sequence, len(chain))], nothing, nothing + anchor + 1)
         same += draft.tokens[0].tolist() == chain

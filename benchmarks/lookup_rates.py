@@ -49,7 +49,9 @@ def likeliest(drafter: Drafter, sequence: Sequence) -> list[int]:
     return path
 
 
-def verify_rows(drafters: list[Drafter], sequence: Sequence, answer: list[int], tried: Counter[Cell], hit: Counter[Cell]):
+def verify_rows(
+    drafters: list[Drafter], sequence: Sequence, answer: list[int], tried: Counter[Cell], hit: Counter[Cell]
+):
     """The proposal of each before every token, and how far it would have been right."""
     for at, token in enumerate(answer[:-1], start=1):
         sequence.tokens.append(token)

@@ -24,7 +24,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.engine.sampler import Sampler
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, RowRules, probabilities, verify
+from paceline.verify import DrawKeys, Nodes, RowRules, SamplingMetadata, SamplingMode, probabilities, verify
 
 DEVICE = torch.device("cuda")
 

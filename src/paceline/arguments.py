@@ -58,7 +58,9 @@ def per_prompt(params: Any, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [_read_params(params)] * count
     if isinstance(params, str | bytes) or not isinstance(params, Sequence):
-        raise InvalidParameter("sampling_params", f"must be SamplingParams, or a list of them, got {short_repr(params)}")
+        raise InvalidParameter(
+            "sampling_params", f"must be SamplingParams, or a list of them, got {short_repr(params)}"
+        )
     if len(params) != count:
         raise InvalidParameter("sampling_params", f"{len(params)} of them for {count} prompts; give one or as many")
     return [_read_params(one) for one in params]

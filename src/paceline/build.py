@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.methods import DRAFTER, METHODS, DrafterSpec, drafter_specs, needs_one, accepts_folder
+from paceline.drafters.methods import DRAFTER, METHODS, DrafterSpec, accepts_folder, drafter_specs, needs_one
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy

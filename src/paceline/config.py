@@ -179,7 +179,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         share = self.gpu_memory_fraction
         if not isinstance(share, numbers.Real) or isinstance(share, bool) or not 0 < share <= 1:
-            raise InvalidParameter("gpu_memory_fraction", f"must be a number above 0 and at most 1, got {short_repr(share)}")
+            raise InvalidParameter(
+                "gpu_memory_fraction", f"must be a number above 0 and at most 1, got {short_repr(share)}"
+            )
         truth("prefix_caching", self.prefix_caching)
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             object.__setattr__(self, field, whole_number(field, getattr(self, field), 1))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from paceline.errors import InvalidParameter, shown
+from paceline.errors import InvalidParameter, short_repr
 
 
 class ProgressBar(Protocol):
@@ -23,7 +23,7 @@ class AnswerProgress:
 
     def __init__(self, use_tqdm: bool | Callable[..., ProgressBar], prompts: int) -> None:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-            raise InvalidParameter("use_tqdm", f"must be True, False or tqdm itself, got {shown(use_tqdm)}")
+            raise InvalidParameter("use_tqdm", f"must be True, False or tqdm itself, got {short_repr(use_tqdm)}")
         make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         try:
             self._bar: ProgressBar | None = make(total=prompts, desc="answers") if use_tqdm and prompts else None

@@ -319,7 +319,9 @@ def test_the_page_has_what_others_report_too() -> None:
     for words in ("812", "71 ms", "83 ms", "paceline bench --quick", f"plain {NASTY}".split()[0]):
         assert words in found.text
     assert {"class": "accepted"} in found.all("span")
-    assert "<span>--quick</span>" in report.render(results(plain(), short_repr, settings=settings)), "a flag stays whole"
+    assert "<span>--quick</span>" in report.render(results(plain(), short_repr, settings=settings)), (
+        "a flag stays whole"
+    )
     assert "| ngram k=4 | 1 | 78.0 | 812 | 1.30× (1.23 to 1.37) | 1.60 | 50 ms / 120 ms |" in found.text
     assert NASTY not in report.render(results(plain(), short_repr, sample=sample))
 

@@ -215,7 +215,7 @@ def likelihood(drafter, wish, *, k=2, min_node_probability=0.0, ahead=False):
     of neighbours, in which a small bias gathers in fewer cells: the lowest p-value. `min_node_probability`: as in `Policy`."""
     vocab, length, answered = 3, 5, 1200
     prompt, policy = [0, 1, 2, 0, 1, 2, 0, 1], ByRequest({}, DraftPlan(drafter.name, k))
-    policy.min_node_probability = least
+    policy.min_node_probability = min_node_probability
     engine = make_engine(
         [drafter],
         policy=policy,
@@ -232,7 +232,7 @@ def likelihood(drafter, wish, *, k=2, min_node_probability=0.0, ahead=False):
         nodes.update(drafted for _, drafted, *_ in engine.step().drafts.values())
     assert engine.drafters.failures == 0
     assert exercised(sequences)
-    if least:
+    if min_node_probability:
         assert sum(seen > 100 for seen in nodes.values()) > 1, "trees of several sizes"
     exact = exact_joint(repeating, vocab, prompt, wanted, length)
     seen_outputs = collections.Counter(tuple(sequence.output_tokens) for sequence in sequences)
@@ -264,7 +264,7 @@ def test_trees_that_are_cut_change_no_greedy_or_seeded_answer(method):
     for least in (0.0, CUT[method], 1.0):
         drafter = make_drafter(method)
         policy = ByRequest({}, DraftPlan(drafter.name, 6))
-        policy.min_node_probability = least
+        policy.min_node_probability = min_node_probability
         stats = [one.stats for one in check(method, requests, drafter=drafter, policy=policy)[0].values()]
         drafted[least] = sum(one.num_draft_tokens for one in stats) / sum(one.num_drafts for one in stats)
     assert drafted[0.0] > drafted[CUT[method]] > drafted[1.0] == 1, "nodes are left out, but never the likeliest"
@@ -359,7 +359,9 @@ def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(
 ):
     engine = make_engine(
         [make_drafter(AS_NATIVE.get(method, method) if native else method) for method in METHODS],
-        policy=ByRequest({str(i): DraftPlan(method, k) for i, (*_, method, k) in enumerate(wanted) if method != "none"}),
+        policy=ByRequest(
+            {str(i): DraftPlan(method, k) for i, (*_, method, k) in enumerate(wanted) if method != "none"}
+        ),
         num_blocks=num_blocks,
         max_num_seqs=4,
         max_num_batched_tokens=step_tokens,

@@ -22,9 +22,9 @@ from paceline.drafters.methods import (
     METHODS,
     NGRAM,
     SUFFIX,
-    drafter_specs,
     by_vllm_name,
     check,
+    drafter_specs,
     matches_method,
 )
 from paceline.drafters.speculative_config import read

@@ -302,7 +302,9 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there():
 
 def test_every_remainder_of_max_tokens_is_met_exactly():
     for max_tokens in range(1, 16):
-        engine = make_engine(drafters=[TreeDrafter("tree")], policy=ByRequest({"a": DraftPlan("tree", 9)}), num_blocks=128)
+        engine = make_engine(
+            drafters=[TreeDrafter("tree")], policy=ByRequest({"a": DraftPlan("tree", 9)}), num_blocks=128
+        )
         (sequence,) = run(engine, [(0, "a", prompt_of(0, 5), params(max_tokens=max_tokens))])["a"]
         assert sequence.output_tokens == greedy_alone(prompt_of(0, 5), max_tokens)
 

@@ -12,7 +12,7 @@ from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.engine.policy.interface import DraftPlan
 from paceline.engine.policy.priors import GPU
 from paceline.models.buckets import STEPS
-from tests.engine.policy.test_policy import Lookup, DraftShape, sequence
+from tests.engine.policy.test_policy import DraftShape, Lookup, sequence
 from tests.helpers.results import ResultRow, result_of
 
 # An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.

@@ -263,7 +263,9 @@ def test_a_row_of_rope_has_the_same_bits_among_any_rows(native: NativeKernels, t
     def run(chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         parts = [list(range(at, min(at + chunk, rows))) for at in range(0, rows, chunk)]
         call = [
-            native.rope_and_store(qkv[part].clone(), rows_of(plan, part), RopeArgs(*tables, norm, norm, 1e-6), state.cache)
+            native.rope_and_store(
+                qkv[part].clone(), rows_of(plan, part), RopeArgs(*tables, norm, norm, 1e-6), state.cache
+            )
             for part in parts
         ]
         return torch.cat(call), state.cache.k[slots].clone(), state.cache.v[slots].clone()

@@ -16,7 +16,7 @@ from paceline.core.sequence import Sequence
 from paceline.errors import InvalidParameter
 from paceline.text.grammar import CACHE_BYTES, Grammars, masks_of
 from paceline.text.structured_outputs import ONE_LINE, WHITESPACE
-from paceline.verify import SamplingMetadata, GrammarMasks, Nodes, edit
+from paceline.verify import GrammarMasks, Nodes, SamplingMetadata, edit
 
 SCHEMA = {
     "type": "object",

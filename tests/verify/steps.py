@@ -10,7 +10,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import Logprobs
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMode, DrawKeys
+from paceline.verify import DrawKeys, SamplingMode
 
 ASKED = {
     "greedy": [{"temperature": 0.0}],

@@ -15,7 +15,18 @@ from paceline.core.draft import Proposal
 from paceline.core.rng import Lane
 from paceline.core.verdict import TokenKind
 from paceline.engine.sampler import Sampler
-from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, draw, probabilities, process, propose, assign_rules, verify
+from paceline.verify import (
+    DrawKeys,
+    Nodes,
+    SamplingMetadata,
+    SamplingMode,
+    assign_rules,
+    draw,
+    probabilities,
+    process,
+    propose,
+    verify,
+)
 from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted

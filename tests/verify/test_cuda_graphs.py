@@ -88,7 +88,10 @@ def test_plain_steps_of_any_size_are_judged_alike(asked):
         given = sequences[:rows], Draft.empty(rows), logits[:rows], torch.arange(rows)[:, None]
         lengths = np.array([len(sequence.tokens) + 2 for sequence in given[0]])
         req_indices = np.array([sequence.req_index for sequence in given[0]])
-        one, other = plain.verify(*given, lengths=lengths), captured.verify(*given, lengths=lengths, req_indices=req_indices)
+        one, other = (
+            plain.verify(*given, lengths=lengths),
+            captured.verify(*given, lengths=lengths, req_indices=req_indices),
+        )
         assert steps.unlike(one, other) == []
         assert other.packed_rows in (0, rounded(rows))
         logits[:] = torch.nan

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.verify import SamplingMetadata, Nodes, process, verify
+from paceline.verify import Nodes, SamplingMetadata, process, verify
 from tests.helpers.enumeration import chains
 from tests.verify import device
 from tests.verify.test_mutations import FOLDER, fresh

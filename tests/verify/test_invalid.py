@@ -13,7 +13,7 @@ from paceline.core.draft import Draft, ancestors, clamp_trees
 from paceline.core.verdict import INVALID
 from paceline.engine.sampler import Sampler
 from paceline.models.backends.cpu.kernels import load_library, native_draw
-from paceline.verify import SamplingMetadata, DrawKeys, Nodes, draw, pick_weighted, process, verify
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, pick_weighted, process, verify
 from paceline.verify.host import TokenSampler
 from tests.helpers.enumeration import chains
 from tests.verify import steps

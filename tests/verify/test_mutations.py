@@ -35,14 +35,14 @@ MUTATIONS = {
     # the mask
     "tokens not allowed at nodes of a draft": (
         "processors",
-        "torch.where(controls.allowed[nodes.seq],",
-        "torch.where(controls.allowed[nodes.seq] | (nodes.depth > 0)[:, None],",
+        "torch.where(metadata.allowed[nodes.seq],",
+        "torch.where(metadata.allowed[nodes.seq] | (nodes.depth > 0)[:, None],",
         "allowed",
     ),
     "the mask the wrong way round": (
         "processors",
-        "torch.where(controls.allowed[nodes.seq],",
-        "torch.where(~controls.allowed[nodes.seq],",
+        "torch.where(metadata.allowed[nodes.seq],",
+        "torch.where(~metadata.allowed[nodes.seq],",
         "allowed",
     ),
     # the coins

@@ -13,10 +13,10 @@ from paceline.core.draft import Draft
 from paceline.verify import (
     BadWords,
     Bias,
-    SamplingMetadata,
     MinTokens,
     Nodes,
     Penalties,
+    SamplingMetadata,
     logprobs,
     probabilities,
     process,

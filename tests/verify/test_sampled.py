@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import TokenKind
-from paceline.verify import SamplingMetadata, DrawKeys, Nodes, RowRules, probabilities, process, assign_rules, verify
+from paceline.verify import DrawKeys, Nodes, RowRules, SamplingMetadata, assign_rules, probabilities, process, verify
 from paceline.verify.dispatch import moved
 from paceline.verify.tree import _postorder
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
@@ -300,7 +300,9 @@ def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered):
     for at, harm in enumerate(harms):
         q[at::3, 1] = harm
     draft = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
-    metadata = SamplingMetadata(temperature=torch.ones(200), top_k=torch.full((200,), 4)) if filtered else SamplingMetadata()
+    metadata = (
+        SamplingMetadata(temperature=torch.ones(200), top_k=torch.full((200,), 4)) if filtered else SamplingMetadata()
+    )
     verdict = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=3)
     rows = torch.arange(200)
     assert ((verdict.tokens[rows, verdict.num_accepted] >= 0) & (verdict.tokens[rows, verdict.num_accepted] < 6)).all()
@@ -340,7 +342,9 @@ def test_the_ratio_uses_the_very_tensor_that_was_sampled(monkeypatch):
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_cuda_device_judges_alike(filtered):
     size = 64
-    metadata = SamplingMetadata(temperature=torch.full((size,), 0.8), top_k=torch.full((size,), 4)) if filtered else None
+    metadata = (
+        SamplingMetadata(temperature=torch.full((size,), 0.8), top_k=torch.full((size,), 4)) if filtered else None
+    )
     arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], metadata=metadata)
     here = verify(*arguments, max_depth=4)
     there = verify(*moved(arguments, "cuda"), max_depth=4)

@@ -18,9 +18,9 @@ from paceline.core.draft import Draft, Proposal, ancestors
 from paceline.core.rng import gumbel_from, unit_row
 from paceline.core.verdict import TokenKind
 from paceline.models.backends.cpu.kernels import native_draw, open_library, runnable_variants
-from paceline.verify import SamplingMetadata, DrawKeys, Nodes, draw, process, verify
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
-from paceline.verify.sample import _pick, _pick_batch, sample, pick_seeded
+from paceline.verify.sample import _pick, _pick_batch, pick_seeded, sample
 from tests.verify.steps import draws_of, gumbel_noise
 
 VOCAB, EXACT = 3, 1e-12
@@ -185,7 +185,9 @@ def by_argmax(walk_on_host):
 def the_long_way(draft, logits, row_of, max_depth, samplers, committed):
     zeros = torch.zeros(draft.batch, dtype=torch.int64)
     draws = DrawKeys(key=zeros, committed=zeros)
-    return verify(draft, logits, torch.tensor(row_of), flatten(draft)[1], SamplingMetadata(), draws, max_depth=max_depth)
+    return verify(
+        draft, logits, torch.tensor(row_of), flatten(draft)[1], SamplingMetadata(), draws, max_depth=max_depth
+    )
 
 
 def check_against_a_loop(walks, rows, drawn, draft, row_of):
@@ -401,7 +403,14 @@ def test_plain_decoding_is_the_empty_draft(path):
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     draws = DrawKeys(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
     verdict = verify(
-        Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), SamplingMetadata(), draws, max_depth=0, num_logprobs=1
+        Draft.empty(2),
+        logits,
+        torch.tensor([[0], [1]]),
+        Nodes.roots(2),
+        SamplingMetadata(),
+        draws,
+        max_depth=0,
+        num_logprobs=1,
     )
     assert verdict.tokens.tolist() == [[1], [0]]
     assert verdict.kinds.tolist() == [[TokenKind.BONUS], [TokenKind.BONUS]]

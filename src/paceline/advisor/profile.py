@@ -28,7 +28,7 @@ from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import CATCH_UP, DraftModelDrafter
 from paceline.engine.drafter_set import CATCHING_UP
-from paceline.engine.policy.interface import Choice, LearnsNothing
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.load.open_model import LoadedModel
 from paceline.models.quant.distance import Alone, distance
 from paceline.sampling_params import SamplingParams
@@ -63,9 +63,9 @@ class FixedPlan(LearnsNothing):
     def __init__(self, method: str, drafted: int) -> None:
         self.method, self.drafted = method, drafted
 
-    def plan(self, sequences: Sequence[TokenSequence], other_rows: int, others_wait: bool) -> list[Choice]:
+    def plan(self, sequences: Sequence[TokenSequence], other_rows: int, others_wait: bool) -> list[DraftPlan]:
         each, rest = divmod(self.drafted, max(len(sequences), 1))
-        return [Choice(self.method, each + (at < rest)) for at in range(len(sequences))]
+        return [DraftPlan(self.method, each + (at < rest)) for at in range(len(sequences))]
 
 
 def profile(subject: Machine, levels: Sequence[int], plan: Plan, on_progress: OnProgress = lambda *_: None) -> PassCost:

@@ -50,7 +50,7 @@ class TimedEngine:
         inside, moment = engine.stats.model_s, 0.0
         started = self._clock()
         sequences = [
-            engine.add_request(str(index), prompt, each, job="group")[0]  # the group is waited for as a whole
+            engine.add_request(str(index), prompt, each, wait_group="group")[0]  # the group is waited for as a whole
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         commits: dict[str, list[tuple[float, int]]] = {sequence.key: [] for sequence in sequences}
@@ -172,7 +172,7 @@ class Engines:
             method=method, k=contender.k, draft_model=tuple(models), drafter=self._drafter if uses else ()
         )
         shared: dict[str, Drafter] = {}
-        for each in available(wanted):
+        for each in drafter_specs(wanted):
             if isinstance(each.source, str):
                 shared[each.name] = models[each.source].drafter(self.loaded.config)
                 shared[each.name].name = each.name

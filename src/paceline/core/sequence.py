@@ -42,7 +42,9 @@ class Sequence:
         wait_group: str | None = None,
     ) -> None:
         self.request_id = request_id
-        self.wait_group = request_id if wait_group is None else wait_group  # answers that their caller waits for together
+        self.wait_group = (
+            request_id if wait_group is None else wait_group
+        )  # answers that their caller waits for together
         self.index = index  # of the request's n answers
         self.key = f"{request_id}/{index}"
         self.params = params

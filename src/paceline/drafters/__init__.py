@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from paceline.drafters.base import Drafter, DrafterContext, DraftRequest
 
 DRAFTERS = {name: method.make for name, method in METHODS.items()}
-__all__ = ["DRAFTERS", "METHODS", "NONE", "DraftRow", "Drafter", "DrafterContext", "method_names"]
+__all__ = ["DRAFTERS", "METHODS", "NONE", "DraftRequest", "Drafter", "DrafterContext", "method_names"]
 
 
 def __getattr__(name: str) -> Any:

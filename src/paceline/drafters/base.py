@@ -80,7 +80,9 @@ class Drafter(Protocol):
     on_device: bool  # True: a `DeviceDrafter`, which launches and never waits
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
-    shifted_kv: bool  # with taps and K/V: these are of (hidden state of t, token t + 1), not of the hidden state of t alone
+    shifted_kv: (
+        bool  # with taps and K/V: these are of (hidden state of t, token t + 1), not of the hidden state of t alone
+    )
     scratch_slots: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
     depth: int  # that no draft exceeds; a tree of many nodes fits where few tokens are left, if it is not deep
     trees: bool  # nodes come in order of their probability: the first n are the best tree of n, and no dearer than one

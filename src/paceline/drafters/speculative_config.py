@@ -108,7 +108,9 @@ def _refuse_given_twice(changes: Mapping[str, Any], base: SpeculationConfig) -> 
         beside = getattr(base, option)
         names = setting if isinstance(beside, str) or not isinstance(setting, str) else (setting,)
         if beside not in (getattr(unsaid, option), names) and (option, beside) != ("method", AUTO):
-            raise InvalidParameter(option, f"is {short_repr(beside)} and {short_repr(setting)} in {FIELD}; give it once")
+            raise InvalidParameter(
+                option, f"is {short_repr(beside)} and {short_repr(setting)} in {FIELD}; give it once"
+            )
 
 
 def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:

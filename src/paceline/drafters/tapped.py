@@ -151,7 +151,9 @@ class TappedDrafter:
     time_is_typical = True
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    shifted_kv = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
+    shifted_kv = (
+        True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
+    )
     scratch_slots = 0
     depth = MAX_K
     trees = True
@@ -328,5 +330,7 @@ def likely_nodes(scores: Floats, rows: SequenceOf[DraftRequest], counts: Sequenc
     for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
         if row.min_node_probability:
             min_node_probability = math.log(row.min_node_probability)
-            kept[at] = next((node for node in range(min(count, 1), count) if scores[at, node] < min_node_probability), count)
+            kept[at] = next(
+                (node for node in range(min(count, 1), count) if scores[at, node] < min_node_probability), count
+            )
     return kept

@@ -50,7 +50,16 @@ class Admission:
             limit = min(limit, len(prompt) + params.max_tokens)
         bad_words = self._bad_words(params)
         sequences = [
-            Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words, eos=self.eos, wait_group=wait_group)
+            Sequence(
+                request_id,
+                prompt,
+                params,
+                index=index,
+                max_len=limit,
+                bad_words=bad_words,
+                eos=self.eos,
+                wait_group=wait_group,
+            )
             for index in range(params.n)
         ]
         self._check_speculation(sequences[0])
@@ -90,7 +99,9 @@ class Admission:
             raise InvalidParameter("speculation", "method none drafts nothing; leave k out or choose a method")
         if method != AUTO and not any(matches_method(name, method) for name in self._methods):
             available = ", ".join((NONE, AUTO, *self._methods))
-            raise InvalidParameter("speculation", f"{short_repr(method)} is not available here; choose from {available}")
+            raise InvalidParameter(
+                "speculation", f"{short_repr(method)} is not available here; choose from {available}"
+            )
 
     def _check_prompt(self, prompt: SequenceOf[int]) -> None:
         if not prompt:

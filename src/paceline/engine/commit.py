@@ -126,7 +126,9 @@ class Committer:
         if sequence.matcher is not None and sequence.matcher.too_slow:
             self._fail(result, at, sequence, TOO_SLOW)
         if sequence.logprobs is not None and verdict_copy is not None:
-            sequence.logprobs += verdict_copy.logprobs(result.rows[at], result.tokens[at], sequence.params.logprobs or 0)
+            sequence.logprobs += verdict_copy.logprobs(
+                result.rows[at], result.tokens[at], sequence.params.logprobs or 0
+            )
 
     @staticmethod
     def _fail(result: StepResult, at: int, sequence: Sequence, reason: str) -> None:

@@ -71,7 +71,9 @@ class DrafterSet:
         self._early: dict[str, EarlyDraft] = {}
         self._timed: dict[str, Timed] = {}
         self.failures = 0
-        self.first_drafts = {drafter.name: (0, 0) for drafter in self._tapped}  # drafts, and those that were right at first
+        self.first_drafts = {
+            drafter.name: (0, 0) for drafter in self._tapped
+        }  # drafts, and those that were right at first
         self.retired: frozenset[str] = frozenset()  # methods switched off
         self._complained: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
@@ -131,7 +133,9 @@ class DrafterSet:
         wanted: dict[str, list[tuple[int, DraftRequest]]] = {}  # method -> row of the draft, and its wish
         for index, (method, max_nodes) in batch.drafts.items():
             if method not in self.retired:
-                wanted.setdefault(method, []).append((place[index], DraftRequest(batch.sequences[index], max_nodes, min_node_probability)))
+                wanted.setdefault(method, []).append(
+                    (place[index], DraftRequest(batch.sequences[index], max_nodes, min_node_probability))
+                )
         parts: list[tuple[list[int], Draft]] = []
         for method, asking in wanted.items():
             of = early.get(method)
@@ -248,11 +252,11 @@ class DrafterSet:
             row = batch.row(index)
             known = row.count - row.samples  # the token after the last one is the verdict's, where the row samples
             if known > 0:
-                chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin_early[index])))
+                chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
             tokens, last = row.sequence.tokens, row.first + row.count - 1
             if not row.samples and last == len(tokens) - 2 and len(tokens) > row.sequence.num_prompt:
                 # Computed anew but for its last token: the next step may draft, and no verdict tells the ring of it.
-                self._ring.put(row.sequence.req_index, last, taps[int(layout.begin_early[index]) + row.count - 1], tokens[-1])
+                self._ring.put(row.sequence.req_index, last, taps[int(layout.begin[index]) + row.count - 1], tokens[-1])
         working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
         for drafter in working if chunks else ():
             self._safely(drafter, drafter.read_chunks, chunks, taps)
@@ -263,7 +267,9 @@ class DrafterSet:
                 self._safely(drafter, drafter.before_store, sequences, flight.draft.max_depth + 1)
             if taps.is_cpu:
                 numbers = batch.sampled_lengths.tolist(), layout.node_rows.tolist()
-                self._ring.store_on_host(map(Committed, req_indices, *numbers, verdict.rows), taps, 1 + max(req_indices))
+                self._ring.store_on_host(
+                    map(Committed, req_indices, *numbers, verdict.rows), taps, 1 + max(req_indices)
+                )
             elif flight.unread is not None:
                 self._ring.store(flight.unread, taps, 1 + max(req_indices))
 

@@ -196,7 +196,9 @@ class EngineLoop:
         try:
             if self._died is not None:
                 raise _fresh(self._died)
-            answers = self.engine.add_request(request_id, request.prompt, request.params, request.wait_group, request.grammar)
+            answers = self.engine.add_request(
+                request_id, request.prompt, request.params, request.wait_group, request.grammar
+            )
         except QueueFull as full:
             if request.patient:
                 return False

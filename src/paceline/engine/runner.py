@@ -67,7 +67,13 @@ class Runner:
         rows = rows_with_logits(layout)
         output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        time_is_typical, verdict, verdict_copy, logits, prompts = output.time_is_typical, None, None, output.logits, None
+        time_is_typical, verdict, verdict_copy, logits, prompts = (
+            output.time_is_typical,
+            None,
+            None,
+            output.logits,
+            None,
+        )
         if layout.prompts:  # more logits than such a pass computes otherwise: no measure for others
             prompts, time_is_typical = look_at_prompts(layout, rows, logits), False
             logits = moved_to_front(logits, torch.searchsorted(rows, layout.logit_rows))
@@ -81,12 +87,17 @@ class Runner:
                 lengths=batch.sampled_lengths,
                 req_indices=batch.sampled_req_indices,
             )
-            verdict_copy, time_is_typical = VerdictCopy(verdict, self._staging), time_is_typical and self.sampler.time_is_typical
+            verdict_copy, time_is_typical = (
+                VerdictCopy(verdict, self._staging),
+                time_is_typical and self.sampler.time_is_typical,
+            )
             if layout.is_tree and verdict.moves:
                 # The slots are still the sequences' own, also of those that end here.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
         begins = output.taps is not None or bool(self.drafters.begins)
-        flight = InFlightStep(batch, layout, draft, verdict, verdict_copy, model_s, time_is_typical, after is not None, prompts, begins)
+        flight = InFlightStep(
+            batch, layout, draft, verdict, verdict_copy, model_s, time_is_typical, after is not None, prompts, begins
+        )
         if output.taps is not None:
             self.drafters.gather(flight, output.taps)
         return flight

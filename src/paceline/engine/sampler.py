@@ -21,7 +21,7 @@ from paceline.platform.staging import Staging
 from paceline.verify import Nodes, edit, verify, with_logprobs
 from paceline.verify.cuda.graphs import GraphCache, StepKey
 from paceline.verify.host import walk_on_host
-from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, SamplingMetadataBuilder, Ints, BatchParams
+from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, BatchParams, Ints, SamplingMetadataBuilder
 
 PATHS = PENALISED | BAD_WORDS
 

@@ -120,7 +120,9 @@ class Scheduler:
             self._admit()  # not in a step that had to preempt: the newcomer would be next
         rows = list(self._rows.values())
         batch, size = Batch.of(rows), self.blocks.block_size
-        batch.tables = self.blocks.tables_at(batch.req_indices, max([len(row.sequence.blocks) for row in rows], default=0))
+        batch.tables = self.blocks.tables_at(
+            batch.req_indices, max([len(row.sequence.blocks) for row in rows], default=0)
+        )
         filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
         return self._made(batch, filled)
 
@@ -157,11 +159,14 @@ class Scheduler:
             # A drafter may store the last pair of a chunk one slot further.
             short.append((sequence, end + (not samples[index])))
         short += [
-            (sequences[index], int(first[index]) + 1) for index in np.flatnonzero((first % size == 0) & (token_source >= 0))
+            (sequences[index], int(first[index]) + 1)
+            for index in np.flatnonzero((first % size == 0) & (token_source >= 0))
         ]
         short = [(sequence, end) for sequence, end in short if len(sequence.blocks) * size < end]
         drafting = (
-            sequences if len(sequences) == len(batch.sampling) else [sequences[i] for i in np.flatnonzero(token_source >= 0)]
+            sequences
+            if len(sequences) == len(batch.sampling)
+            else [sequences[i] for i in np.flatnonzero(token_source >= 0)]
         )
         needed = sum([self.blocks.blocks_for(end) - len(sequence.blocks) for sequence, end in short])
         if not count.all() or needed > self.blocks.num_free or (drafting and not self.policy.next_is_plain(drafting)):
@@ -180,7 +185,9 @@ class Scheduler:
         width = self.blocks.blocks_for(int((first + count).max()))
         tables = self.blocks.tables_at(req_indices, width)
         filled = np.flatnonzero(first % size + count >= size).tolist()
-        return self._made(Batch(sequences, first, count, samples, tables, req_indices, token_source=token_source), filled)
+        return self._made(
+            Batch(sequences, first, count, samples, tables, req_indices, token_source=token_source), filled
+        )
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a step under way that may draft as far again behind it by one of these methods: (row, nodes).
@@ -264,7 +271,9 @@ class Scheduler:
             most = left - count - promised, self._draft_cap - self._num_drafted, self._context - length - 1
             budget = max(min(self._fitting(choice.method, budget, sequence.max_len - length - 1), *most), 0)
         end = first + count + 1  # one slot more: what the pass commits
-        last = max(min(end + self._slots_behind(choice.method, budget), sequence.max_len), end + budget) if budget else end
+        last = (
+            max(min(end + self._slots_behind(choice.method, budget), sequence.max_len), end + budget) if budget else end
+        )
         if len(sequence.blocks) * self.blocks.block_size < last:
             more = self.blocks.blocks_for(last) - len(sequence.blocks)
             if budget and more + promised > self.blocks.num_free:  # the other decodes may need a block each

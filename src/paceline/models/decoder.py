@@ -18,7 +18,7 @@ from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack
 from paceline.models.backends.cpu.stack import NativePass
 from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
-from paceline.models.kernels import Kernels, Layer, Packed, StackParams, Stack, Weights
+from paceline.models.kernels import Kernels, Layer, Packed, Stack, StackParams, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput, PassPlan

@@ -145,7 +145,9 @@ class Kernels(Protocol):
 class LayerByLayer:
     """A stack that calls the kernels one by one."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> None:
+    def __init__(
+        self, kernels: Kernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams
+    ) -> None:
         self.kernels, self.layers, self.caches, self.shape = kernels, layers, caches, shape
 
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:

@@ -122,4 +122,4 @@ class PassPlan:
 class ModelOutput(NamedTuple):
     logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
     taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order of `taps`
-    warm: bool = True  # False: the first pass of its shape, which takes longer than later ones
+    time_is_typical: bool = True  # False: the first pass of its shape, which takes longer than later ones

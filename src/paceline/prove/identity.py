@@ -83,7 +83,7 @@ class ChangingPolicy(LearnsNothing):
             return DraftPlan()
         drawn = zlib.crc32(f"{sequence.index} {len(sequence.tokens)}".encode())
         method = self._choices[drawn % len(self._choices)]
-        budget = min(1 + drawn // 97 % MOST_DRAFTED, sequence.room - 1)
+        budget = min(1 + drawn // 97 % MOST_DRAFTED, sequence.remaining - 1)
         return DraftPlan(method, budget) if method != NONE and budget > 0 else DraftPlan()
 
 

@@ -20,7 +20,7 @@ from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify
 from paceline.prove.subject import on_engine, patched, slots_held
-from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, Nodes, probabilities, process, verify
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, SamplingMode, probabilities, process, verify
 from paceline.verify.outcome import has_children
 
 BIAS = 0.03  # total variation of the first token

@@ -27,7 +27,7 @@ from paceline.core.verdict import Verdict
 from paceline.prove.g_test import GTest, g_test
 from paceline.prove.tap import Seen, Step
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, DrawKeys, Nodes, probabilities, process
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, probabilities, process
 
 Verify = Callable[..., Verdict]
 CHUNK = 10_000  # rows of one call
@@ -234,7 +234,9 @@ def _metadata(params: SamplingParams, batch: int, device: torch.device) -> Sampl
     )
 
 
-def _inputs(logits: Tensor, p: Tensor, params: SamplingParams, batch: int, processed: bool) -> tuple[Tensor, SamplingMetadata]:
+def _inputs(
+    logits: Tensor, p: Tensor, params: SamplingParams, batch: int, processed: bool
+) -> tuple[Tensor, SamplingMetadata]:
     """Logits by slot or state, and the controls that go with them."""
     if processed:
         return p.log().float(), SamplingMetadata()
@@ -252,7 +254,9 @@ def _drafts(tokens: Tensor, parents: Sequence[int], q: Proposal | None = None) -
     return Draft(tokens=tokens, parents=shape[0], depth=shape[1], num_nodes=counts, q=q)
 
 
-def _call(verify: Verify, draft: Draft, logits: Tensor, metadata: SamplingMetadata, key: Tensor, committed: Tensor) -> Verdict:
+def _call(
+    verify: Verify, draft: Draft, logits: Tensor, metadata: SamplingMetadata, key: Tensor, committed: Tensor
+) -> Verdict:
     """The verifier as the engine's sampler calls it, every row full."""
     rows, slots = torch.arange(logits.shape[0], device=logits.device), draft.width + 1
     depth = int(draft.depth[0].max())

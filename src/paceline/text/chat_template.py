@@ -83,7 +83,9 @@ def _read_message(message: Any) -> dict[str, Any]:
     if isinstance(content, list | tuple):
         content = "\n".join(_text_part(part) for part in content)
     if content is not None and not isinstance(content, str):
-        raise InvalidPrompt(f"the content of a message is text, or a list of parts of type text, got {short_repr(content)}")
+        raise InvalidPrompt(
+            f"the content of a message is text, or a list of parts of type text, got {short_repr(content)}"
+        )
     return {**message, "content": content} if "content" in message else dict(message)
 
 
@@ -93,7 +95,9 @@ def _text_part(part: Any) -> str:
     if not isinstance(part, Mapping):
         raise InvalidPrompt(f"a part of a message's content is {{'type': 'text', 'text': ...}}, got {short_repr(part)}")
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidPrompt(f"models read text here: a content part of type {short_repr(part.get('type'))} is not there")
+        raise InvalidPrompt(
+            f"models read text here: a content part of type {short_repr(part.get('type'))} is not there"
+        )
     return str(part["text"])
 
 

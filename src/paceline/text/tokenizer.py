@@ -154,7 +154,9 @@ class Tokenizer:
         template = self.chat_template(chat_template, with_tools=bool(known["tools"]))
         for message in read:
             if not template.knows_role(message["role"]):
-                raise InvalidPrompt(f"the role {short_repr(message['role'])} is not there; usual are {', '.join(ROLES)}")
+                raise InvalidPrompt(
+                    f"the role {short_repr(message['role'])} is not there; usual are {', '.join(ROLES)}"
+                )
         text = template.render(read, add_generation_prompt=add_generation_prompt, **known)
         return open_ended(text, read[-1]) if continue_final_message else text
 

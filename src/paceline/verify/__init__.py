@@ -21,12 +21,12 @@ from paceline.verify.outcome import Stop, climb, has_children, outcome, take
 from paceline.verify.processors import (
     BadWords,
     Bias,
-    SamplingMetadata,
     FilterSet,
     GrammarMasks,
     MinTokens,
     Nodes,
     Penalties,
+    SamplingMetadata,
     edit,
     logprobs,
     logprobs_at,
@@ -34,18 +34,18 @@ from paceline.verify.processors import (
     process,
 )
 from paceline.verify.routes import RowRules, assign_rules
-from paceline.verify.sample import sample, pick_weighted
+from paceline.verify.sample import pick_weighted, sample
 from paceline.verify.tree import tree
-from paceline.verify.walk import CoinSource, SamplingMode, DrawKeys, draw, propose, walk
+from paceline.verify.walk import CoinSource, DrawKeys, SamplingMode, draw, propose, walk
 
 __all__ = [
     "BadWords",
     "Bias",
     "CoinSource",
-    "Controls",
-    "DrawKind",
-    "Draws",
-    "Form",
+    "SamplingMetadata",
+    "SamplingMode",
+    "DrawKeys",
+    "FilterSet",
     "GrammarMasks",
     "MinTokens",
     "Nodes",

@@ -20,7 +20,7 @@ from paceline.core.draft import Draft
 from paceline.core.rng import Lane, bits_of, coin_of
 from paceline.core.verdict import INVALID, TokenKind, Verdict, VerdictRow
 from paceline.verify.processors import threshold
-from paceline.verify.sample import sample, pick_seeded_row
+from paceline.verify.sample import pick_seeded_row, sample
 
 Row = np.ndarray[Any, Any]  # (V,) logits
 # The token of a row: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.

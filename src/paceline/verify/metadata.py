@@ -20,7 +20,17 @@ from paceline.core.draft import Draft, sent
 from paceline.core.sequence import Sequence
 from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import masks_of
-from paceline.verify import BadWords, Bias, SamplingMetadata, SamplingMode, DrawKeys, FilterSet, GrammarMasks, MinTokens, Penalties
+from paceline.verify import (
+    BadWords,
+    Bias,
+    DrawKeys,
+    FilterSet,
+    GrammarMasks,
+    MinTokens,
+    Penalties,
+    SamplingMetadata,
+    SamplingMode,
+)
 from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -86,7 +86,15 @@ class FilterSet(IntEnum):
     @staticmethod
     def of(*, greedy: bool, top_k: bool, filters: bool) -> FilterSet:
         """The smallest form that has a sequence's parameters."""
-        return FilterSet.GREEDY if greedy else FilterSet.TOP_K if top_k else FilterSet.FILTERS if filters else FilterSet.DRAWS
+        return (
+            FilterSet.GREEDY
+            if greedy
+            else FilterSet.TOP_K
+            if top_k
+            else FilterSet.FILTERS
+            if filters
+            else FilterSet.DRAWS
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

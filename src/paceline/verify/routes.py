@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft
-from paceline.verify.walk import SamplingMode, DrawKeys
+from paceline.verify.walk import DrawKeys, SamplingMode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Verdict
 from paceline.verify.dispatch import on_device
 from paceline.verify.outcome import outcome, take
-from paceline.verify.processors import SamplingMetadata, Nodes, argmax, probabilities, process
-from paceline.verify.sample import sample, pick_seeded, pick_weighted
+from paceline.verify.processors import Nodes, SamplingMetadata, argmax, probabilities, process
+from paceline.verify.sample import pick_seeded, pick_weighted, sample
 
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
 
@@ -61,7 +61,9 @@ def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coi
     """(R,) the token of each row."""
     if draws.kind is None:
         return argmax(logits)
-    coins, seeded = ((draws.kind == kind)[nodes.seq].nonzero()[:, 0] for kind in (SamplingMode.COIN, SamplingMode.SEEDED))
+    coins, seeded = (
+        (draws.kind == kind)[nodes.seq].nonzero()[:, 0] for kind in (SamplingMode.COIN, SamplingMode.SEEDED)
+    )
     sampled = coins.shape[0] + seeded.shape[0]
     tokens = argmax(logits) if sampled < logits.shape[0] else nodes.seq.new_empty(sampled)
     if coins.shape[0]:

@@ -163,7 +163,9 @@ def test_blocks_without_the_drafters_own_cache_are_left_out(decoder):
     config = drafter_config(CONFIG)
     tensors = random_tensors(config)
     drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels)
-    engine = Engine(decoder, replace(SIZES, num_blocks=40), drafters=[drafter], policy=ByRequest({}, DraftPlan(DSPARK, 4)))
+    engine = Engine(
+        decoder, replace(SIZES, num_blocks=40), drafters=[drafter], policy=ByRequest({}, DraftPlan(DSPARK, 4))
+    )
     for cache in drafter._passes._caches:
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))

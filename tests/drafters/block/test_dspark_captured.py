@@ -69,7 +69,10 @@ def scene(kernels, recorder, lengths, monkeypatch):
     for req_index, length in enumerate(lengths):
         tokens = torch.randint(0, CONFIG.vocab_size, (length,), generator=generator)
         sequence = Sequence(str(req_index), tokens.tolist(), params(max_tokens=9), max_len=100)
-        sequence.req_index, sequence.blocks = req_index, [3 * req_index + 2, 3 * req_index, 3 * req_index + 1][: -(-(length + 6) // BLOCK)]
+        sequence.req_index, sequence.blocks = (
+            req_index,
+            [3 * req_index + 2, 3 * req_index, 3 * req_index + 1][: -(-(length + 6) // BLOCK)],
+        )
         drafter.admit(sequence, 0, 0)
         taps = torch.randn(length - 1, 3, CONFIG.hidden_size, generator=generator)
         for at in range(length - 1):

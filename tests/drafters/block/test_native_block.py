@@ -53,7 +53,9 @@ class Twin:
             state.start, state.end = start, end
         self.twin.propose(rows, after)
         for at, row in enumerate(rows):
-            self.compare(*(paths(tree[:, at], scores[at]) for tree, scores in (native, self.grown)), row.min_node_probability)
+            self.compare(
+                *(paths(tree[:, at], scores[at]) for tree, scores in (native, self.grown)), row.min_node_probability
+            )
         self.compared, self.batches = self.compared + len(rows), self.batches | {len(rows)}
         return draft
 
@@ -119,7 +121,11 @@ def test_drafts_of_any_shape_are_those_of_torch(seed, num_blocks):
 
         def choose(self, sequence):
             plain = len(sequence.tokens) < sequence.num_prompt + 70 and sequence.request_id == "0"
-            return DraftPlan() if plain or chance.random() < 0.3 else DraftPlan(drafter.name, chance.choice([1, 4, 12, 50]))
+            return (
+                DraftPlan()
+                if plain or chance.random() < 0.3
+                else DraftPlan(drafter.name, chance.choice([1, 4, 12, 50]))
+            )
 
     sizes = EngineConfig(num_blocks=num_blocks, block_size=16, max_num_seqs=5, max_num_batched_tokens=80)
     engine = Engine(decoder, sizes, drafters=[drafter], policy=NowAndThen())

@@ -63,7 +63,7 @@ class Scene:
         tokens[torch.arange(len(anchors)) * capacity + length - 2] = anchors
         self.blocks.bind(self.stack, self.columns, (torch.zeros(len(tokens), 1, 1), tokens, capacity))
         rows = [BlockRow(req_index, length, 0, 0, 0, 32) for req_index in range(len(anchors))]
-        asked = [DraftRequest(None, nodes, least)] * len(rows)
+        asked = [DraftRequest(None, nodes, min_node_probability)] * len(rows)
         return map(torch.from_numpy, self.blocks.draft(rows, [[2, 3]] * len(rows), asked, nodes))
 
 

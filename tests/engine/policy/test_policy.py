@@ -80,7 +80,9 @@ class Uneven(Lookup):
 
 
 def sequence(name, room=10**6, wait_group=None, **options):
-    made = Sequence(name, [5], SamplingParams(max_tokens=room, **options).resolve({}), max_len=room + 2, wait_group=wait_group)
+    made = Sequence(
+        name, [5], SamplingParams(max_tokens=room, **options).resolve({}), max_len=room + 2, wait_group=wait_group
+    )
     made.tokens += [1, 1]
     made.num_computed = 2
     return made
@@ -587,7 +589,10 @@ def test_prompts_beside_them_do_not_make_drafts_cheaper():
 
 def test_sequences_that_ended_are_forgotten():
     drafter = Lookup("g", 0.9)
-    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}", room=40, wait_group="j") for i in range(3)]
+    policy, sequences = (
+        AdaptivePolicy([drafter], "auto"),
+        [sequence(f"s{i}", room=40, wait_group="j") for i in range(3)],
+    )
     live = sequences
     while live:
         step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
@@ -726,7 +731,11 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
         (choice,) = policy.plan([answer], 0, False)
         policy.learn()
         likely = [0.95] * 8 if rng.random() < 0.5 else [0.02] * 8
-        kept = max(sum(one >= policy.min_node_probability for one in likely[: choice.max_nodes]), 1) if choice.max_nodes else 0
+        kept = (
+            max(sum(one >= policy.min_node_probability for one in likely[: choice.max_nodes]), 1)
+            if choice.max_nodes
+            else 0
+        )
         path = [node for node in range(kept) if rng.random() < likely[node]]
         committed = [1] * (len(path) + 1)
         answer.tokens += committed

@@ -128,4 +128,6 @@ class ContextKV:
         each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)
         for layer, cache, part in zip(layers, self._caches, each, strict=True):
             # Rows of keys and values alone: there are no queries to norm or rotate.
-            kernels.rope_and_store(part, plan, RopeArgs(shape.cos, shape.sin, layer.k_norm, layer.k_norm, shape.eps), cache)
+            kernels.rope_and_store(
+                part, plan, RopeArgs(shape.cos, shape.sin, layer.k_norm, layer.k_norm, shape.eps), cache
+            )

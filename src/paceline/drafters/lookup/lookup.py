@@ -17,7 +17,7 @@ from paceline.drafters.base import DraftRequest, HostDrafter
 class State:
     """The lookup state of one sequence."""
 
-    __slots__ = ("at", "evidence", "sequence")
+    __slots__ = ("at", "level", "sequence")
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence

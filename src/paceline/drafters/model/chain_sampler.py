@@ -22,7 +22,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.sampling_params import SamplingParams
-from paceline.verify import SamplingMetadata, SamplingMode, DrawKeys, FilterSet, Nodes, propose
+from paceline.verify import DrawKeys, FilterSet, Nodes, SamplingMetadata, SamplingMode, propose
 from paceline.verify.metadata import KIND, SamplingMetadataBuilder
 
 log = logging.getLogger("paceline")

@@ -266,7 +266,9 @@ class DraftModelDrafter:
         return bool(self._chains if sequence.params.greedy else self._picking) and is_plain(sequence)
 
     def _chain_row(self, sequence: Sequence, unread_tokens: int, count: int) -> ChainRow:
-        return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, unread_tokens, count, self._blocks(sequence))
+        return ChainRow(
+            sequence.tokens[-READ:], len(sequence.tokens) - READ, unread_tokens, count, self._blocks(sequence)
+        )
 
     def _slots_behind(self, sequence: Sequence) -> int:
         """Slots behind its tokens."""

@@ -33,7 +33,7 @@ from paceline.engine.policy.costs import (
     StepTimes,
     size_of,
 )
-from paceline.engine.policy.level import DrafterEvidence
+from paceline.engine.policy.evidence import DrafterEvidence
 from paceline.engine.policy.guard import Guard
 from paceline.engine.policy.interface import DEEPEST, DraftPlan, any_sampled, wish
 from paceline.engine.policy.job_values import JobValues

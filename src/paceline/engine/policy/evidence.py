@@ -84,7 +84,10 @@ class DrafterEvidence:
         for sequence in sequences:
             level = 0
             try:
-                if len(sequence.tokens) - sequence.num_prompt >= FIRST_TOKENS or drafter.unread_tokens(sequence) <= SMALL_LAG:
+                if (
+                    len(sequence.tokens) - sequence.num_prompt >= FIRST_TOKENS
+                    or drafter.unread_tokens(sequence) <= SMALL_LAG
+                ):
                     level = drafter.level(sequence)
             except Exception as problem:
                 self._warn(method, problem)

@@ -24,7 +24,9 @@ class DraftPlan:
 
 
 class Policy(Protocol):
-    min_node_probability: float  # probability below which a node is not worth its row in the step that was planned last; 0: unknown
+    min_node_probability: (
+        float  # probability below which a node is not worth its row in the step that was planned last; 0: unknown
+    )
 
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[DraftPlan]:
         """One choice per decoding sequence; `other_rows` of the same pass belong to prompts.

@@ -160,9 +160,7 @@ class Acceptance:
         """A draft `depth` deep was accepted so far."""
         self._chains[method, sampled, bucket(level)].append((min(depth, DEEPEST), accepted))
 
-    def note_tree(
-        self, method: str, sampled: bool, level: int, asked: int, nodes: int, path: SequenceOf[int]
-    ) -> None:
+    def note_tree(self, method: str, sampled: bool, level: int, asked: int, nodes: int, path: SequenceOf[int]) -> None:
         """A tree of so many nodes was judged where `asked` might have been drafted; `path`: its accepted nodes."""
         self._trees[method, sampled, bucket(level)].append((min(max(asked, nodes), MAX_K), nodes, path))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.config import ModelConfig
 from paceline.models.backends.torch_reads import Part, PassReads
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, StackParams, Stack, Weights
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind

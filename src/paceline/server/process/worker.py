@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.build import EngineBundle, Target, build, load
+from paceline.build import EngineBundle, LoadedTarget, build, load
 from paceline.core.sequence import Sequence
 from paceline.engine import loop
 from paceline.engine.engine import Engine
@@ -251,7 +251,7 @@ def main() -> None:
     Worker(channel, built).run(Outbox(channel, built))
 
 
-def _info(target: Target, built: EngineBundle) -> dict[str, Any]:
+def _info(target: LoadedTarget, built: EngineBundle) -> dict[str, Any]:
     loaded = target.loaded
     return {
         "pid": os.getpid(),

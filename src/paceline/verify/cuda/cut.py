@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.verify.cuda import tiles
 from paceline.verify.cuda.tiles import P, Tile, kernel, key_of, my_rows, owned_rows, programs, tempered
-from paceline.verify.processors import SamplingMetadata, Nodes
+from paceline.verify.processors import Nodes, SamplingMetadata
 
 WAYS = tl.constexpr(8)
 _INTS = {torch.float32: torch.int32, torch.float64: torch.int64}

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.core.draft import Draft, Proposal
 from paceline.core.verdict import Verdict
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
-from paceline.verify.processors import SamplingMetadata, FilterSet, Nodes
+from paceline.verify.processors import FilterSet, Nodes, SamplingMetadata
 from paceline.verify.walk import DrawKeys
 
 log = logging.getLogger("paceline")

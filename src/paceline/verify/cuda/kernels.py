@@ -20,8 +20,8 @@ from paceline.verify.cuda.sampled import Sampled
 from paceline.verify.cuda.target_distribution import TargetDistribution
 from paceline.verify.cuda.walk import draw_tokens
 from paceline.verify.cuda.walk import walk as _walk
-from paceline.verify.processors import SamplingMetadata, Nodes, edit
-from paceline.verify.routes import RowRules, masked
+from paceline.verify.processors import Nodes, SamplingMetadata, edit
+from paceline.verify.routes import RowRules, mask_rules
 from paceline.verify.walk import CoinSource, DrawKeys
 
 
@@ -71,7 +71,7 @@ def verify_rows(
         _walk(draft, draw_tokens(target, draws, nodes, source), row_of, None, verdict)  # every row
         return verdict
     if routes is None:
-        routes = masked(draft, draws, only_chains=only_chains)
+        routes = mask_rules(draft, draws, only_chains=only_chains)
     if routes.walk is not None:
         _walk(draft, draw_tokens(target, draws, nodes, source), row_of, routes.walk, verdict)
     if routes.chain is not None or routes.tree is not None:

@@ -24,7 +24,7 @@ from paceline.verify.cuda.tiles import (
     summed,
     tempered,
 )
-from paceline.verify.processors import SamplingMetadata, Nodes
+from paceline.verify.processors import Nodes, SamplingMetadata
 
 
 @dataclass(frozen=True)

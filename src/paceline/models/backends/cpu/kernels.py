@@ -21,7 +21,7 @@ from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, ProductView, runs_of_a_kind
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, StackParams, Stack, Weights
+from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, Stack, StackParams, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.models.weights import StoredWeight, joined
@@ -269,7 +269,7 @@ class NativeStack:
         check_status(status)
         return out
 
-    def absorb(self, taps: Tensor, plan: PassPlan, by: AbsorbedView) -> None:
+    def write_context_kv(self, taps: Tensor, plan: PassPlan, by: AbsorbedView) -> None:
         """Keys and values of all layers from the target's hidden states (M, T, H), into their caches."""
         taps, view = _fp32(taps), self._kernels.view(plan, taps.shape[0])
         heads, layers, count = self.addresses

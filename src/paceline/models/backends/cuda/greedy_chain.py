@@ -99,7 +99,7 @@ class Share:
 class TritonChain:
     """A chain bound to a model's weights and caches."""
 
-    warm = True
+    time_is_typical = True
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from paceline.models.backends.cuda.codes.codes import fits, keeps_codes, laid_ou
 from paceline.models.backends.cuda.greedy_chain import TritonChain, served
 from paceline.models.backends.cuda.linear import FEW_ROWS, Rotary, linear
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, StackParams, Stack, Weights
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.quant.code_blocks import as_codes
