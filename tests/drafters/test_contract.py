@@ -212,7 +212,10 @@ def test_unseeded_output_is_distributed_as_the_target(method, wish):
 
 def likelihood(drafter, wish, *, k=2, min_node_probability=0.0, ahead=False):
     """The joint of five tokens (three steps at least) of many answers against the target's own, all of it and each pair
-    of neighbours, in which a small bias gathers in fewer cells: the lowest p-value. `min_node_probability`: as in `Policy`."""
+    of neighbours, in which a small bias gathers in fewer cells: the lowest p-value.
+
+    `min_node_probability`: as in `Policy`.
+    """
     vocab, length, answered = 3, 5, 1200
     prompt, policy = [0, 1, 2, 0, 1, 2, 0, 1], ByRequest({}, DraftPlan(drafter.name, k))
     policy.min_node_probability = min_node_probability
@@ -264,7 +267,7 @@ def test_trees_that_are_cut_change_no_greedy_or_seeded_answer(method):
     for least in (0.0, CUT[method], 1.0):
         drafter = make_drafter(method)
         policy = ByRequest({}, DraftPlan(drafter.name, 6))
-        policy.min_node_probability = min_node_probability
+        policy.min_node_probability = least
         stats = [one.stats for one in check(method, requests, drafter=drafter, policy=policy)[0].values()]
         drafted[least] = sum(one.num_draft_tokens for one in stats) / sum(one.num_drafts for one in stats)
     assert drafted[0.0] > drafted[CUT[method]] > drafted[1.0] == 1, "nodes are left out, but never the likeliest"

@@ -191,7 +191,7 @@ def test_five_steps_followed_literally_add_a_drafter(tmp_path: Path) -> None:
     end = "    )\n}\n"  # of METHODS, the first table of the file that ends so
     assert end in table
     (drafters / "methods.py").write_text(table.replace(end, f"{entry}{end}", 1))
-    toys = tmp_path / "tests/drafters/contract_toys.py"
+    toys = tmp_path / "tests/helpers/contract_toys.py"
     toys.write_text(toys.read_text().replace("MAKERS = {\n", f"MAKERS = {{\n{maker}", 1))
     [command] = [words for words in command_lines(ADDING) if words[0] == "pytest"]
     assert command[1:4] == ["tests/drafters/test_contract.py", "tests/drafters/test_methods.py", "-k"]

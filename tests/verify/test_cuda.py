@@ -71,13 +71,13 @@ def test_three_tokens_are_distributed_as_the_targets(kernels, name):
 @pytest.fixture
 def small_splits(kernels_alone, monkeypatch):
     """Rows of more than one split."""
-    monkeypatch.setattr(kernels_alone.target_distribution.tiles, "BLOCK", 16)
+    monkeypatch.setattr(kernels_alone.sampled.tiles, "BLOCK", 16)
 
 
 @pytest.fixture
 def a_row_a_program(kernels_alone, monkeypatch):
     """As on a device."""
-    monkeypatch.setattr(kernels_alone.target_distribution.tiles, "ROWS", 1)
+    monkeypatch.setattr(kernels_alone.sampled.tiles, "ROWS", 1)
 
 
 def both(given, **options):

@@ -41,7 +41,8 @@ TRAINED_LEVEL = 6  # evidence of a trained drafter: it always proposes, and most
 class DraftRequest(NamedTuple):
     """A sequence that needs a draft of at most `max_nodes` nodes. Slots for them are reserved behind its tokens.
 
-    A deterministic draft may leave out nodes that the drafter itself finds less likely to be accepted than `min_node_probability`.
+    A deterministic draft may leave out nodes whose acceptance the drafter finds less likely than
+    `min_node_probability`.
     """
 
     sequence: Sequence

@@ -21,7 +21,7 @@ NO_TABLES: Tables = np.empty((0, 0), np.int32)
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's share of a step: `count` of its tokens from `first` on, then a draft of at most `max_nodes` nodes."""
+    """One sequence's share of a step: `count` tokens from `first` on, then a draft of at most `max_nodes` nodes."""
 
     sequence: Sequence
     first: int

@@ -124,8 +124,10 @@ class DrafterSet:
             tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])
 
     def propose(self, batch: Batch, min_node_probability: float = 0.0) -> Draft:
-        """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty. `min_node_probability`: as in
-        `DraftRequest`."""
+        """Return one draft row per sampling row; a row without a method, or whose drafter failed, stays empty.
+
+        `min_node_probability`: as in `DraftRequest`.
+        """
         early, self._early, self.seconds, self._timed = self._early, {}, {}, {}
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))

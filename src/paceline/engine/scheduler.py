@@ -68,8 +68,8 @@ class Scheduler:
         listeners: SequenceOf[SequenceListener] = (),
     ) -> None:
         """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps.
-        `scratch_slots`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes. `depths`: of
-        each method's deepest draft. `context`: tokens of a sequence, or slots for them, at most."""
+        `scratch_slots`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes.
+        `depths`: of each method's deepest draft. `context`: tokens of a sequence, or slots for them, at most."""
         self.config, self.blocks, self.policy, self._scratch_slots = config, blocks, policy, scratch_slots
         self._depths, self._context = depths, context
         self.recompute_last = recompute_last

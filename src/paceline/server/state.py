@@ -46,8 +46,8 @@ class ServerSettings:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidParameter(
                     "cors_origin",
-                    f"{short_repr(origin)} is no origin; give scheme, host and port alone, such as https://example.org or "
-                    "http://localhost:3000, or * for any",
+                    f"{short_repr(origin)} is no origin; give scheme, host and port alone, such as "
+                    "https://example.org or http://localhost:3000, or * for any",
                 )
 
 

@@ -69,7 +69,8 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     """A conversation as templates take it: content is text, also where it was given in parts."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidPrompt(
-            f"a conversation is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {short_repr(messages)}"
+            "a conversation is a list of messages such as {'role': 'user', 'content': 'Hi'}, got "
+            + short_repr(messages)
         )
     if not messages:
         raise InvalidPrompt("the conversation is empty; give at least one message")

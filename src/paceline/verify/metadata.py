@@ -1,7 +1,7 @@
 """From the parameters of sequences to the input tensors of verification; drafters that sample use the same for their q.
 
-Parameters that do not change lie in columns by seat (`Sequence.req_index`, the small integer of a running sequence), filled
-in once when the sequence gets its seat; a step gathers them by the seats of its rows, in one operation. Only lengths,
+Parameters that do not change lie in columns by `Sequence.req_index`, the small integer of a running sequence. They
+are filled in once, when the sequence gets its index; a step gathers those of its rows in one operation. Only lengths,
 and the histories of penalties and bad words, are new each step.
 """
 
@@ -35,7 +35,7 @@ from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-# Rows of the columns: noise key, `SamplingMode`, temperature, top_k, top_p, min_p; then `FilterSet` and the bits of EXTRA.
+# Rows of the columns: noise key, SamplingMode, temperature, top_k, top_p, min_p; then FilterSet and the bits of EXTRA.
 KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
 PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # of EXTRA
@@ -156,8 +156,8 @@ class SamplingMetadataBuilder:
     def params(
         self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, req_indices: Ints | None = None
     ) -> BatchParams:
-        """`lengths`: given where sequences have tokens that the host has not read. `req_indices`: given if every sequence was
-        `fill`ed in, so that none need be checked."""
+        """`lengths`: given where sequences have tokens that the host has not read. `req_indices`: given if every
+        sequence was `fill`ed in, so that none need be checked."""
         if req_indices is None and any(sequence.req_index < 0 for sequence in sequences):  # outside of an engine
             columns = ParamColumns()
             for req_index, sequence in enumerate(sequences):

@@ -221,7 +221,7 @@ def test_a_full_disk_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 CHILD = """
     import sys, time
     from pathlib import Path
-    from paceline.models import hub
+    from paceline.models.load import hub
 
     def stuck(repository, folder, progress):
         (folder / "config.json").write_text("{}")

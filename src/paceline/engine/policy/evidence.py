@@ -59,8 +59,11 @@ class DrafterEvidence:
         return self.drafters[method].depth
 
     def most_nodes(self, method: str, remaining: int) -> int:
-        """Of a draft where `remaining` more tokens may be committed: the last comes from the target itself. A tree that is
-        less deep than that may have any number."""
+        """Return the limit on a draft's nodes when `remaining` more tokens may be committed.
+
+        The target itself gives the last token, so a chain has at most `remaining` - 1; a shallower tree may have any
+        number.
+        """
         return MAX_K if remaining > self.drafters[method].depth else remaining - 1
 
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:

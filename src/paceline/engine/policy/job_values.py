@@ -38,8 +38,11 @@ class JobValues:
         wait_groups: Mapping[str, SequenceOf[int]],
         promised: Callable[[int], float],
     ) -> dict[str, float]:
-        """By sequence. `remaining`: tokens that each may still commit; `wait_groups`: the rows of each; `promised`: tokens that the
-        next draft of a row promises."""
+        """Return values by sequence.
+
+        `remaining`: tokens that each may still commit; `wait_groups`: the rows of each; `promised`: tokens that the
+        next draft of a row promises.
+        """
         values: dict[str, float] = {}
         for members in wait_groups.values():
             pace = [self._pace.get(keys[at], 1.0) + FORESIGHT * promised(at) for at in members]
