@@ -133,7 +133,9 @@ class Runs:
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
         """Decoding time starts when every prompt has its first token."""
         # They are waited for as a whole.
-        asked = [self.engine.add_request(str(i), prompt, params, job="answer") for i, prompt in enumerate(prompts)]
+        asked = [
+            self.engine.add_request(str(i), prompt, params, wait_group="answer") for i, prompt in enumerate(prompts)
+        ]
         sequences = [one for one, *_ in asked]
         while any(sequence.num_output == 0 for sequence in sequences):
             self.engine.step()

@@ -31,7 +31,7 @@ from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.engine.engine import Engine
 
 PARTS = {
-    "drafters": ("propose", "gather", "landed", "mark", "read_prompts", "admit", "release"),
+    "drafters": ("propose", "gather", "on_verdict", "mark", "index_prompts", "admit", "release"),
     "policy": ("plan", "observe", "meanwhile", "plain_seconds", "forget"),
 }
 

@@ -121,7 +121,7 @@ class Run:
         sampled = {"temperature": 0.7, "seed": 7} if self.made % 8 == 0 else {"temperature": 0.0}
         params = SamplingParams(**sampled, max_tokens=LONGEST).resolve({})
         length = self.noise.randrange(20, LONGEST)
-        made = Answer(str(self.made), [5], params, max_len=1 + length, job=self.cell.job)
+        made = Answer(str(self.made), [5], params, max_len=1 + length, wait_group=self.cell.job)
         made.tokens += [1, 1]
         made.num_computed = 2
         return made
@@ -151,11 +151,13 @@ class Run:
         for answer, choice in zip(self.answers, choices, strict=True):
             drafter = self.drafters.get(choice.method)
             path = drafter.path(answer, choice.max_nodes) if drafter else []
-            tokens = [1] * min(len(path) + 1, answer.room)
+            tokens = [1] * min(len(path) + 1, answer.remaining)
             answer.tokens += tokens
             depth = min(choice.max_nodes, 0 if drafter is None else drafter.depth)
             outputs.append(
-                StepOutput(answer, tokens, "", [], not answer.room, choice.method, choice.max_nodes, len(path), depth)
+                StepOutput(
+                    answer, tokens, "", [], not answer.remaining, choice.method, choice.max_nodes, len(path), depth
+                )
             )
             paths.append(path)
         rows = len(choices) + sum(choice.max_nodes for choice in choices)

@@ -281,7 +281,7 @@ class Replay:
         sampling = {"temperature": 0.7, "seed": 7} if one["sampled"] else {"temperature": 0.0}
         params = SamplingParams(**sampling, max_tokens=self.max_tokens).resolve({})
         limit = len(one["prompt"]) + self.max_tokens
-        sequence = Answer(str(index), one["prompt"], params, max_len=limit, job="group")
+        sequence = Answer(str(index), one["prompt"], params, max_len=limit, wait_group="group")
         sequence.tokens.append(one["answer"][0])
         self.oracle.answers[sequence.key] = one["answer"]
         sequence.num_computed = len(one["prompt"])

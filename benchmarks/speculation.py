@@ -70,7 +70,8 @@ class Configuration:
     def begin(self, prompts: Sequence[list[int]], params: SamplingParams) -> None:
         """Up to the first token of each, and no further."""
         self.sequences = [
-            self.engine.add_request(str(index), prompt, params, job="group")[0] for index, prompt in enumerate(prompts)
+            self.engine.add_request(str(index), prompt, params, wait_group="group")[0]
+            for index, prompt in enumerate(prompts)
         ]
         while any(sequence.num_output == 0 for sequence in self.sequences):
             self.engine.step()

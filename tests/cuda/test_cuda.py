@@ -17,7 +17,7 @@ from paceline.drafters import DRAFTERS
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import Choice
+from paceline.engine.policy.interface import DraftPlan
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import PassPlan, slots_of
@@ -98,7 +98,7 @@ def engine():
 
 def answers(engine, wanted, methods):
     """Of all prompts, each drafted for by its method, in one batch: sequences by request id."""
-    engine.policy.choices = {str(at): Choice(method, K) for at, method in enumerate(methods) if method != "none"}
+    engine.policy.choices = {str(at): DraftPlan(method, K) for at, method in enumerate(methods) if method != "none"}
     requests = [(at, str(at), prompt, one) for at, (prompt, one) in enumerate(zip(PROMPTS, wanted, strict=True))]
     sequences, _ = run(engine, requests)
     assert engine.drafters.failures == 0
@@ -161,7 +161,7 @@ def test_prompt_logprobs_are_those_the_tokens_had_when_they_were_generated(engin
     """In chunks, beside decodes with drafts of other requests."""
     wanted = [params(max_tokens=LENGTH, logprobs=2, ignore_eos=True)] * 4
     said = answers(engine, wanted, (*METHODS[:3], "none"))
-    engine.policy.choices = {f"again {at}": Choice("ngram", K) for at in range(4)}
+    engine.policy.choices = {f"again {at}": DraftPlan("ngram", K) for at in range(4)}
     requests = [
         (at, f"again {at}", [*prompt, *said[str(at)].output_tokens], params(max_tokens=20, prompt_logprobs=2))
         for at, prompt in enumerate(PROMPTS)
@@ -188,7 +188,7 @@ def test_the_cache_after_accepted_and_rejected_branches_is_a_fresh_prefills(engi
         moved.append((path > torch.arange(path.shape[1], device=path.device)).sum())
         compact(nodes, path)
 
-    engine.policy.choices = {str(at): Choice("bushes", K) for at in range(4)}
+    engine.policy.choices = {str(at): DraftPlan("bushes", K) for at in range(4)}
     sequences = [engine.add_request(str(at), prompt, wanted)[0] for at, prompt in enumerate(PROMPTS)]
     with mock.patch.object(cache, "compact", counting):
         while max(sequence.num_output for sequence in sequences) < LENGTH - K:

@@ -78,7 +78,7 @@ def test_the_ring_holds_the_longest_commit(way: str) -> None:
     ring, most = TapRing(), MAX_K + 1
     if way != "native":
         ring._native = None
-    taps, columns = torch.randn(most, *WIDTH), {"length": torch.tensor([7]), "seat": torch.tensor([2])}
+    taps, columns = torch.randn(most, *WIDTH), {"length": torch.tensor([7]), "req_index": torch.tensor([2])}
     verdict = UnreadVerdict(
         tokens=torch.arange(most)[None],
         num_accepted=torch.tensor([MAX_K]),
@@ -91,7 +91,7 @@ def test_the_ring_holds_the_longest_commit(way: str) -> None:
         ring.store(verdict, taps, 3)
     else:
         ring.store_on_host(committed(verdict), taps, 3)
-    found, after = ring.load(columns["seat"], torch.arange(most) + 6, torch.arange(WIDTH[0]))
+    found, after = ring.load(columns["req_index"], torch.arange(most) + 6, torch.arange(WIDTH[0]))
     assert torch.equal(found, taps)
     assert after.tolist() == list(range(most))
 

@@ -224,7 +224,7 @@ def test_a_broken_drafter_costs_the_speculation_never_the_answer(broken):
     assert sequences["b"][0].stats.num_drafts > 0
 
 
-@pytest.mark.parametrize("verb", ["read_prompt", "admit", "release"])
+@pytest.mark.parametrize("verb", ["index_prompt", "admit", "release"])
 def test_a_drafter_that_fails_at_bookkeeping_is_switched_off_and_the_answer_stands(verb):
     class Forgetful(ChainDrafter):
         calls = 0

@@ -29,7 +29,7 @@ from paceline.sampling_params import SamplingParams
 BLOCK = 4
 
 
-def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: int) -> Batch:
+def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, max_nodes: int) -> Batch:
     blocks, rows = BlockManager(400, BLOCK), []
     for index in range(num_rows):
         prompt = [noise.randrange(50) for _ in range(noise.randint(1, 20))]
@@ -38,8 +38,8 @@ def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: in
         count = 1 if decodes else noise.randint(1, len(prompt) - first)
         if not decodes and first + 1 < len(prompt) and noise.random() < 0.3:
             sequence.num_cached = first + 1  # the last shared token is computed once more
-        blocks.allocate(sequence, first + count + 1 + budget)
-        rows.append(Row(sequence, first, count, first + count == len(prompt), "some", budget))
+        blocks.allocate(sequence, first + count + 1 + max_nodes)
+        rows.append(Row(sequence, first, count, first + count == len(prompt), "some", max_nodes))
     return Batch.of(rows, blocks.tables([row.sequence for row in rows]))
 
 

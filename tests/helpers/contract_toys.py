@@ -106,7 +106,7 @@ class FunctionModel:
 class ChainModel(FunctionModel):
     """Offers a chain that makes passes of its own, and remembers what it was asked."""
 
-    warm = True
+    time_is_typical = True
 
     def __init__(self, logits_of, *, most_rows=2, **options):
         super().__init__(logits_of, **options)

@@ -81,7 +81,7 @@ def test_a_repetition_is_continued_past_the_end_of_the_text():
 
 
 @pytest.mark.parametrize("tokens", [[3], [3, 3], [1, 2, 3, 4, 5]])
-@pytest.mark.parametrize("budget", [0, 1, 50])
+@pytest.mark.parametrize("max_nodes", [0, 1, 50])
 def test_little_or_no_history_gives_an_empty_or_a_small_draft(tokens, max_nodes):
     assert propose(make(), sequence_of(tokens), max_nodes) == []
     assert propose(make(ngram_min=1), sequence_of([3, 3]), max_nodes) == [3] * max_nodes

@@ -261,7 +261,7 @@ def test_positions_start_again_before_they_overflow(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [[3], [1, 2, 3, 4, 5]])
-@pytest.mark.parametrize("budget", [0, 1, 64])
+@pytest.mark.parametrize("max_nodes", [0, 1, 64])
 def test_little_or_no_history_gives_an_empty_draft(tokens, max_nodes):
     drafter, sequence = make(), sequence_of(tokens)
     assert propose(drafter, sequence, max_nodes) == ([], [])

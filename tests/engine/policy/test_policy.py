@@ -79,9 +79,13 @@ class Uneven(Lookup):
         return super().accepted(sequence, budget)
 
 
-def sequence(name, room=10**6, wait_group=None, **options):
+def sequence(name, remaining=10**6, wait_group=None, **options):
     made = Sequence(
-        name, [5], SamplingParams(max_tokens=room, **options).resolve({}), max_len=room + 2, wait_group=wait_group
+        name,
+        [5],
+        SamplingParams(max_tokens=remaining, **options).resolve({}),
+        max_len=remaining + 2,
+        wait_group=wait_group,
     )
     made.tokens += [1, 1]
     made.num_computed = 2
@@ -107,9 +111,9 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
         if drafter:
             depth = max(choice.max_nodes, drafting.get(choice.method, (0, 0.0))[0])
             drafting[choice.method] = depth, drafter.seconds * depth
-        committed = [1] * min(accepted + 1, one.room)
+        committed = [1] * min(accepted + 1, one.remaining)
         one.tokens += committed
-        ended = one.room == 0
+        ended = one.remaining == 0
         outputs.append(ResultRow(one, committed, ended, choice.method, choice.max_nodes, accepted, choice.max_nodes))
     nodes = sum(choice.max_nodes for choice in choices)
     taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
@@ -226,10 +230,10 @@ def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole
         return seconds_of(ON_TWO_CORES, count + nodes) + (0.0004 + 0.00008 * nodes if nodes else 0.0)
 
     for j in range(6):
-        live = [sequence(f"{j}-{i}", room=128, wait_group=f"{j}") for i in range(size)]
+        live = [sequence(f"{j}-{i}", remaining=128, wait_group=f"{j}") for i in range(size)]
         while live:
             clock += step(policy, [drafter], live, seconds)[1]
-            live = [one for one in live if one.room]
+            live = [one for one in live if one.remaining]
     assert clock < 1.02 * 6 * 128 * seconds(size, 0, False)
 
 
@@ -591,12 +595,12 @@ def test_sequences_that_ended_are_forgotten():
     drafter = Lookup("g", 0.9)
     policy, sequences = (
         AdaptivePolicy([drafter], "auto"),
-        [sequence(f"s{i}", room=40, wait_group="j") for i in range(3)],
+        [sequence(f"s{i}", remaining=40, wait_group="j") for i in range(3)],
     )
     live = sequences
     while live:
         step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
-        live = [one for one in live if one.room]
+        live = [one for one in live if one.remaining]
     policy.learn()
     assert not policy._job_values._pace
     assert not policy._looked_at

@@ -129,7 +129,7 @@ class Scene:
             torch.testing.assert_close(mine.v, theirs.v, rtol=0.0, atol=0.05)
 
 
-@pytest.mark.parametrize(("length", "lag"), [(2, 1), (2, 2), (16, 2), (17, 1), (65, 1)])
+@pytest.mark.parametrize(("length", "unread_tokens"), [(2, 1), (2, 2), (16, 2), (17, 1), (65, 1)])
 def test_its_tokens_and_kv_equal_those_of_passes(length: int, unread_tokens: int) -> None:
     scene = Scene()
     scene.check([scene.row(length, unread_tokens, 3)])

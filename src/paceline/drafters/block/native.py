@@ -154,9 +154,7 @@ class NativeBlocks:
         least = array(
             "f", [math.log(row.min_node_probability) if row.min_node_probability else -math.inf for row in asked]
         )
-        given.rows, given.tables, given.min_node_probability = (
-            part.buffer_info()[0] for part in (numbers, blocks, least)
-        )
+        given.rows, given.tables, given.least = (part.buffer_info()[0] for part in (numbers, blocks, least))
         given.table_width = width
         kernels, self._drafting = self._kernels, given
         check_status(kernels.draft_blocks(ctypes.addressof(self._view), ctypes.addressof(given), kernels.threads))
