@@ -279,7 +279,8 @@ def unknown_method(name: str, known: SequenceOf[str] | None = None) -> str:
         return f"{short_repr(name)} is called {ours} here"
     if spelt.rstrip("0123456789.") in ELSEWHERE:
         trained = ", ".join(each.name for each in METHODS.values() if "drafter" in each.needs)
-        return f"{short_repr(name)} is not available here; {AUTO} drafts without training, a trained one may be of {trained}"
+        free = f"{AUTO} drafts without training, a trained one may be of {trained}"
+        return f"{short_repr(name)} is not available here; {free}"
     known = known or (*method_names(), AUTO)
     near = get_close_matches(spelt, known, n=1)
     return f"{short_repr(name)} is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
