@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, short_repr
 from paceline.files.gguf import GGUFFile
+from paceline.files.json_fields import Json, read_json
 from paceline.text.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
 from paceline.text.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
 from paceline.text.gguf_vocab import tokenizer_files
@@ -25,7 +26,6 @@ __all__ = ["IncrementalDecoder", "Tokenizer"]
 
 # Arguments of transformers' apply_chat_template that would otherwise be taken for variables of the template.
 TRANSFORMERS_OPTIONS = ("return_tensors", "return_dict", "padding", "truncation", "max_length")
-Json = dict[str, Any]
 
 
 class Tokenizer:
@@ -50,9 +50,9 @@ class Tokenizer:
             return cls(Backend.from_str(json.dumps(body)), config, chat_templates(config))
         if not path.is_dir():
             raise ModelNotFound(f"{path} is not a model folder")
-        config = _read_json(path / "tokenizer_config.json")
+        config = read_json(path / "tokenizer_config.json", {})
         if "added_tokens_decoder" not in config:  # the older layout keeps the special tokens in a file of their own
-            config |= _read_json(path / "special_tokens_map.json")
+            config |= read_json(path / "special_tokens_map.json", {})
         if not (path / "tokenizer.json").exists():
             raise _no_tokenizer(path)
         return cls(_read_backend(path / "tokenizer.json"), config, _templates_in(path, config))
@@ -217,16 +217,3 @@ def _templates_in(folder: Path, config: Json) -> dict[str, str]:
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-
-
-def _read_json(path: Path) -> Json:
-    """{} when there is no such file: every field has a default."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except RecursionError as error:
-        raise BrokenModel(f"{path} cannot be read: it is nested too deeply for a model's file") from error
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise BrokenModel(f"{path} must hold a JSON object")
-    return value

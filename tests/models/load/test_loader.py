@@ -225,7 +225,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": "false"}, "use_sliding_window must be true or"),
     ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate must be true or false"),
     ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
-    ({"hidden_size": "x" * 10_000}, r"hidden_size must be a positive integer .* found 'xxx.* \.\.\.$"),
+    ({"hidden_size": "x" * 10_000}, r"hidden_size must be a positive integer .* found 'xxx.*…$"),
 ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.files.gguf import GGUFFile
+from paceline.files.json_fields import JsonFields
 from paceline.models.load.hf_config import MOST_LAYERS, check_shape
 from paceline.models.quant.block_file import checked_blocks
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
@@ -30,6 +30,7 @@ ROPE_DIVISORS = "rope_freqs.weight"
 YARN_NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}  # where written at all
 NEUTRAL = {"expert_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": 0.0}
 
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # may be lists in a file
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -61,17 +62,17 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{source}: architecture {architecture!r} is not supported; supported in GGUF: {known}")
     check_tokenizer_fields(file.metadata, source)
-    fields = _Fields(file, architecture)
-    fields.refuse_unless(NEUTRAL)
+    fields = _fields(file, architecture)
+    fields.refuse_options(NEUTRAL)
     if "token_embd.weight" not in file.tensors:
         raise BrokenModel(f"{source}: tensor token_embd.weight is missing")
-    num_heads, num_layers = fields.integer("attention.head_count"), fields.integer("block_count", largest=MOST_LAYERS)
+    num_heads, num_layers = fields.integer("attention.head_count"), fields.integer("block_count", most=MOST_LAYERS)
     hidden_size = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(key, head_dim) != head_dim:
             raise UnsupportedModel(f"{source}: {architecture}.{key} other than the head size is not supported")
-    window = fields.integer("attention.sliding_window", 0)
+    window = fields.integer("attention.sliding_window", 0, least=0)
     rope, positions = _rope(file, fields, head_dim), fields.integer("context_length")
     if rope.kind == "yarn":  # files may keep the length before scaling
         positions = max(positions, int(rope.original_max_positions * rope.factor))
@@ -101,29 +102,30 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 def gguf_names(file: GGUFFile) -> dict[str, str]:
-    """Hugging Face name -> name in the file; an unknown tensor keeps its own name, which the loader refuses."""
+    """Map Hugging Face names to names in the file; an unknown tensor keeps its name, which the loader refuses."""
     names: dict[str, str] = {}
     for name in file.tensors:
         if name == ROPE_DIVISORS:  # read by gguf_config
             continue
         match = LAYER_TENSOR.fullmatch(name)
-        theirs = TOP_NAMES.get(name, name)
+        hf_name = TOP_NAMES.get(name, name)
         if match and match[2] in LAYER_NAMES:
-            theirs = f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
-        if theirs in names:
-            raise BrokenModel(f"{file.path}: tensors {names[theirs]} and {name} are one and the same; keep one of them")
-        names[theirs] = name
+            hf_name = f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+        if hf_name in names:
+            raise BrokenModel(
+                f"{file.path}: tensors {names[hf_name]} and {name} are one and the same; keep one of them"
+            )
+        names[hf_name] = name
     return names
 
 
 def gguf_kind(file: GGUFFile, name: str) -> WeightKind:
-    """How the tensor is kept in memory: as it is stored, or, for blocks of any other sort, expanded to fp32."""
+    """Return the kind that a tensor has in memory: its own, or fp32 for blocks that no kernel reads."""
     return KINDS.get(file.type_name(name), WeightKind.FLOAT32)
 
 
 def gguf_weight(file: GGUFFile, name: str, config: ModelConfig) -> StoredWeight:
-    """Under the row order of a Hugging Face model. A fresh tensor: the file is mapped read-only, which torch does not
-    take."""
+    """Copy a tensor into the row order of a Hugging Face model; torch refuses the read-only mapping itself."""
     kind = gguf_kind(file, name) if len(file.tensors[name].shape) == 2 else WeightKind.FLOAT32
     if not kind.is_blocks and kind is not WeightKind.BFLOAT16:
         return StoredWeight.of(torch.from_numpy(_hf_rows(file.read(name), name, config).copy()))
@@ -143,23 +145,23 @@ def _hf_rows(values: npt.NDArray[Any], name: str, config: ModelConfig) -> npt.ND
 
 
 def uninterleave(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Rows of each head from (x0 y0 x1 y1 ...), where rotary pairs are neighbours, back to (x0 x1 ... y0 y1 ...)."""
+    """Reorder the rows of each head from (x0 y0 x1 y1 ...), rotary pairs side by side, to (x0 x1 ... y0 y1 ...)."""
     half = values.shape[0] // num_heads // 2
     pairs = values.reshape(num_heads, half, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
 def llama3_divisors(theta: float, factor: float, head_dim: int) -> npt.NDArray[np.float32]:
-    """The divisors of Llama 3's scaling, one for each rotary frequency."""
+    """Compute the divisors of Llama 3's scaling, one for each rotary frequency."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = (LLAMA3_ORIGINAL / wavelength - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
     smooth = np.clip(smooth, 0.0, 1.0)
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-def _rope(file: GGUFFile, fields: _Fields, head_dim: int) -> RopeConfig:
+def _rope(file: GGUFFile, fields: JsonFields, head_dim: int) -> RopeConfig:
     theta = fields.number("rope.freq_base", 10_000.0)
-    kind = file.metadata.get(f"{fields.prefix}.rope.scaling.type", "none")
+    kind = fields.values.get("rope.scaling.type", "none")
     if ROPE_DIVISORS in file.tensors:
         divisors = file.read(ROPE_DIVISORS).astype(np.float32)
         factor = float(divisors.max(initial=0.0)) or 1.0
@@ -186,10 +188,10 @@ def _rope(file: GGUFFile, fields: _Fields, head_dim: int) -> RopeConfig:
     return RopeConfig(theta=theta) if legacy == 1.0 else RopeConfig(theta=theta, kind="linear", factor=legacy)
 
 
-def _yarn(fields: _Fields, theta: float) -> RopeConfig:
-    fields.refuse_unless({f"rope.scaling.{key}": neutral for key, neutral in YARN_NEUTRAL.items()})
+def _yarn(fields: JsonFields, theta: float) -> RopeConfig:
+    fields.refuse_options({f"rope.scaling.{key}": neutral for key, neutral in YARN_NEUTRAL.items()})
     if theta <= 1:
-        raise BrokenModel(f"{fields.file.path}: {fields.prefix}.rope.freq_base must be above 1 for yarn, found {theta}")
+        raise fields.wrong("rope.freq_base", "above 1 for yarn")
     factor = fields.number("rope.scaling.factor")
     return RopeConfig(
         theta=theta,
@@ -207,38 +209,21 @@ def _end_tokens(metadata: dict[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
 
 
-class _Fields:
-    """The architecture's own metadata, checked as it is read."""
+def _fields(file: GGUFFile, architecture: str) -> JsonFields:
+    """Return the architecture's own metadata. A list with an equal entry for each layer becomes the entry."""
+    prefix, source = f"{architecture}.", str(file.path)
+    fields = JsonFields({}, source, f"{prefix}{{}}")
+    for name, value in file.metadata.items():
+        if name.startswith(prefix):
+            fields.values[name.removeprefix(prefix)] = _scalar(value)
+    for key in PER_LAYER:
+        if isinstance(fields.values.get(key), list):
+            raise UnsupportedModel(f"{source}: {prefix}{key} differs between layers: not supported")
+    return fields
 
-    def __init__(self, file: GGUFFile, prefix: str) -> None:
-        self.file = file
-        self.prefix = prefix
 
-    def integer(self, key: str, default: int | None = None, largest: int = 2**31 - 1) -> int:
-        value = self._value(key, default)
-        if isinstance(value, list) and value and all(one == value[0] for one in value):  # one entry per layer
-            value = value[0]
-        if isinstance(value, list) and value:
-            raise UnsupportedModel(f"{self.file.path}: {self.prefix}.{key} differs between layers: not supported")
-        smallest = 1 if default is None else min(1, default)
-        if not isinstance(value, int) or not smallest <= value <= largest:
-            raise BrokenModel(f"{self.file.path}: {self.prefix}.{key} must be a positive integer, found {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise BrokenModel(f"{self.file.path}: {self.prefix}.{key} must be a positive number, found {value!r}")
-        return float(str(np.float32(value)))  # stored as float32: 1e-05, not 9.999999747378752e-06
-
-    def _value(self, key: str, default: float | None) -> Any:
-        value = self.file.metadata.get(f"{self.prefix}.{key}", default)
-        if value is None:
-            raise BrokenModel(f"{self.file.path}: the key {self.prefix}.{key} is missing")
-        return value
-
-    def refuse_unless(self, neutral_values: Mapping[str, float]) -> None:
-        """Options that have no effect at these values, and no counterpart here at others."""
-        for key, neutral in neutral_values.items():
-            if self.file.metadata.get(f"{self.prefix}.{key}", neutral) != neutral:
-                raise UnsupportedModel(f"{self.file.path}: the option {self.prefix}.{key} is not supported")
+def _scalar(value: Any) -> Any:
+    if isinstance(value, list) and value and all(entry == value[0] for entry in value):
+        value = value[0]
+    # stored as float32: 1e-05, not 9.999999747378752e-06
+    return float(str(np.float32(value))) if isinstance(value, float) else value

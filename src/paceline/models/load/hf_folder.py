@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import BrokenModel, ModelNotFound
+from paceline.files.json_fields import Json, read_json
 from paceline.files.safetensors_writer import Header
 from paceline.models.quant.block_file import BLOCK_WEIGHTS
 
@@ -39,18 +40,9 @@ class TensorFiles:
         return data
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BrokenModel(f"{path.parent} holds no {path.name}{_instead(path.parent)}") from error
-    except RecursionError as error:
-        raise BrokenModel(f"{path} cannot be read: it is nested too deeply for a model's file") from error
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise BrokenModel(f"{path} must hold a JSON object")
-    return value
+def read_model_json(path: Path) -> Json:
+    """Return the object in a file of a model's folder."""
+    return read_json(path, hint=_instead)
 
 
 def _shards(folder: Path) -> list[str]:
@@ -58,7 +50,7 @@ def _shards(folder: Path) -> list[str]:
         if (folder / name).exists():
             return [name]
     if (folder / INDEX).exists():
-        index = read_json(folder / INDEX).get("weight_map")
+        index = read_model_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise BrokenModel(f"{folder / INDEX}: the key weight_map is missing")
         shards = sorted(set(map(str, index.values())))

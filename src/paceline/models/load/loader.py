@@ -18,7 +18,7 @@ from paceline.errors import BrokenModel, ModelNotFound
 from paceline.files.gguf import GGUFFile
 from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
 from paceline.models.load.hf_config import parse_checkpoint, token_ids
-from paceline.models.load.hf_folder import TensorFiles, read_json
+from paceline.models.load.hf_folder import TensorFiles, read_model_json
 from paceline.models.load.quantized_config import Quantization, parse_quantization
 from paceline.models.load.quantized_tensors import UNUSED, CodedWeight, find_coded, names_of
 from paceline.models.quant.block_file import block_shape, checked_blocks
@@ -72,7 +72,7 @@ def load_config(path: Path) -> ModelConfig:
         raise ModelNotFound(f"{path} is not a model folder")
     else:
         source = path / "config.json"
-        config, _ = parse_checkpoint(read_json(source), str(source))
+        config, _ = parse_checkpoint(read_model_json(source), str(source))
         if eos := load_generation_defaults(path).get("eos_token_id"):
             source, config = path / "generation_config.json", replace(config, eos_token_ids=tuple(eos))
     for token in config.eos_token_ids:
@@ -88,7 +88,7 @@ def load_quantization(path: Path) -> Quantization | None:
     """How the weights of a folder are quantised; None for plain numbers, and for blocks, whose file says it itself."""
     if is_gguf(path) or not (path / "config.json").exists():
         return None
-    return parse_quantization(read_json(path / "config.json"), str(path / "config.json"))
+    return parse_quantization(read_model_json(path / "config.json"), str(path / "config.json"))
 
 
 def load_generation_defaults(path: Path) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def load_generation_defaults(path: Path) -> dict[str, Any]:
     file = path / "generation_config.json"
     if is_gguf(path) or not file.exists():
         return {}
-    raw = read_json(file)
+    raw = read_model_json(file)
     defaults: dict[str, Any] = {}
     for key in NUMERIC_DEFAULTS:
         if raw.get(key) is not None:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from paceline.errors import BrokenModel, UnsupportedModel, short_repr
+from paceline.files.json_fields import Json, JsonFields
 
 KEYS = ("quantization_config", "compression_config")  # the second is the older spelling of compressed-tensors
 INSTEAD = "take the unquantised model, a GGUF file, or a checkpoint of another method (W4A16, FP8, AWQ, GPTQ)"
 NOT_ROUNDED = "activations are not rounded to {}, as the checkpoint's config asks: only its weights are"
 EXPANDED = "weights with a scale for each block of rows and columns ({} x {}) are expanded at load"
 CACHE_NOTE = "the checkpoint's scales for an fp8 cache are not used"
-
-Json = dict[str, Any]
 
 
 class Layout(enum.Enum):
@@ -72,72 +71,54 @@ def _matches(target: str, layer: str) -> bool:
 
 
 def parse_quantization(raw: Json, source: str) -> Quantization | None:
-    """Of a whole config.json; None where weights are plain numbers."""
-    given = next((raw[key] for key in KEYS if raw.get(key) is not None), None)
-    if given is None:
+    """Read the quantisation of a whole config.json; None where weights are plain numbers."""
+    values = next((raw[key] for key in KEYS if raw.get(key) is not None), None)
+    if values is None:
         return None
-    if not isinstance(given, dict):
-        raise BrokenModel(f"{source}: quantization_config must be an object, found {short_repr(given)}")
-    fields = _Fields(given, source)
-    method = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None)
+    if not isinstance(values, dict):
+        raise BrokenModel(f"{source}: quantization_config must be an object, found {short_repr(values)}")
+    fields = QuantizationFields(values, source, "{} of quantization_config")
+    method = values.get("quant_method", "compressed-tensors" if "config_groups" in values else None)
     if not isinstance(method, str) or method not in METHODS:
-        fields.refuse("quant_method", f"known are {', '.join(METHODS)}")
+        raise fields.refused("quant_method", f"known are {', '.join(METHODS)}")
     return METHODS[method](fields)
 
 
-class _Fields:
-    """Values of an object of the config, checked as they are read."""
+class QuantizationFields(JsonFields):
+    """Fields of quantization_config or of an object in it; an unknown choice is unsupported, not broken."""
 
-    def __init__(self, given: Json, source: str) -> None:
-        self.given, self.source = given, source
-
-    def refuse(self, key: str, why: str) -> NoReturn:
-        value = short_repr(self.given.get(key))
-        raise UnsupportedModel(f"{self.source}: quantization_config with {key} {value} is not read: {why}; {INSTEAD}")
-
-    def broken(self, key: str, wanted: str) -> NoReturn:
-        found = short_repr(self.given.get(key))
-        raise BrokenModel(f"{self.source}: {key} of quantization_config must be {wanted}, found {found}")
+    def refused(self, key: str, why: str) -> UnsupportedModel:
+        value = short_repr(self.values.get(key))
+        return UnsupportedModel(f"{self.source}: quantization_config with {key} {value} is not read: {why}; {INSTEAD}")
 
     def one_of(self, key: str, *allowed: Any, default: Any = None) -> Any:
-        value = self.given.get(key)
+        value = self.values.get(key)
         value = default if value is None else value
         if not any(type(value) is type(known) and value == known for known in allowed):
-            self.refuse(key, f"it must be {' or '.join(map(str, allowed))}")
+            raise self.refused(key, f"it must be {' or '.join(map(str, allowed))}")
         return value
 
     def group(self, key: str = "group_size") -> int | None:
-        value = self.given.get(key)
-        if value in (None, -1) and not isinstance(value, bool):
+        """Return the columns that share a scale; None: a row."""
+        value = self.values.get(key)
+        if value is None or (type(value) is int and value == -1):
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.broken(key, "a positive integer, or -1 for a scale per row")
+        if type(value) is not int or value < 1:
+            raise self.wrong(key, "a positive integer, or -1 for a scale per row")
         return value
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.given.get(key)
-        if value is not None and not isinstance(value, bool):
-            self.broken(key, "true or false")
-        return default if value is None else value
-
-    def names(self, key: str) -> tuple[str, ...]:
-        value = self.given.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            self.broken(key, "a list of names")
-        for name in value:
+    def patterns(self, key: str) -> tuple[str, ...]:
+        """Return the names of layers; those that begin with `re:` are regular expressions."""
+        names = self.names(key)
+        for name in names:
             try:
                 re.compile(name.removeprefix(PATTERN) if name.startswith(PATTERN) else "")
             except re.error as error:
                 raise BrokenModel(f"{self.source}: {key}: {short_repr(name)} is not a regular expression") from error
-        return tuple(value)
+        return names
 
-    def child(self, key: str, of: Json | None = None) -> _Fields | None:
-        value = (self.given if of is None else of).get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            self.broken(key, "an object")
-        return _Fields(value, self.source)
+    def section(self, key: str) -> QuantizationFields:
+        return QuantizationFields(super().section(key).values, self.source, self.label)
 
 
 # -- compressed-tensors
@@ -151,58 +132,56 @@ FORMATS = {  # and the types of their codes
 }
 
 
-def _compressed_tensors(fields: _Fields) -> Quantization:
-    sparsity, transform = fields.child("sparsity_config"), fields.child("transform_config")
-    if sparsity is not None and sparsity.given.get("format", "dense") != "dense":
-        fields.refuse("sparsity_config", "sparse weights are not supported")
-    if transform is not None and any(transform.given.values()):
-        fields.refuse("transform_config", "rotated weights are not supported")
-    if fields.given.get("moe_sparsity_config"):
-        fields.refuse("moe_sparsity_config", "models with experts are not supported")
-    groups = fields.child("config_groups")
-    if groups is None or not groups.given:
-        fields.broken("config_groups", "an object with at least one group")
+def _compressed_tensors(fields: QuantizationFields) -> Quantization:
+    sparsity, transform = fields.section("sparsity_config"), fields.section("transform_config")
+    if sparsity.values.get("format", "dense") != "dense":
+        raise fields.refused("sparsity_config", "sparse weights are not supported")
+    if any(transform.values.values()):
+        raise fields.refused("transform_config", "rotated weights are not supported")
+    if fields.values.get("moe_sparsity_config"):
+        raise fields.refused("moe_sparsity_config", "models with experts are not supported")
+    groups = fields.section("config_groups")
+    if not groups.values:
+        raise fields.wrong("config_groups", "an object with at least one group")
     targets: list[tuple[str, Scheme]] = []
     notes: list[str] = []
-    for name in groups.given:
-        group = groups.child(name)
-        if group is None:
-            groups.broken(name, "an object")
+    for name in groups.values:
+        group = groups.section(name)
         scheme = _group_scheme(group, fields)
-        targets += [(target, scheme) for target in group.names("targets")]
-        if group.given.get("output_activations"):
-            group.refuse("output_activations", "rounded outputs are not supported")
-        if group.given.get("input_activations"):
+        targets += [(target, scheme) for target in group.patterns("targets")]
+        if group.values.get("output_activations"):
+            raise group.refused("output_activations", "rounded outputs are not supported")
+        if group.values.get("input_activations"):
             notes.append(NOT_ROUNDED.format("fp8" if scheme.is_float else "integers"))
         if scheme.block is not None:
             notes.append(EXPANDED.format(*scheme.block))
-    if fields.given.get("kv_cache_scheme"):
+    if fields.values.get("kv_cache_scheme"):
         notes.append(CACHE_NOTE)
-    return Quantization("compressed-tensors", tuple(targets), fields.names("ignore"), tuple(dict.fromkeys(notes)))
+    return Quantization("compressed-tensors", tuple(targets), fields.patterns("ignore"), tuple(dict.fromkeys(notes)))
 
 
-def _group_scheme(group: _Fields, fields: _Fields) -> Scheme:
-    weights = group.child("weights")
-    if weights is None:
-        group.refuse("weights", "its weights are not quantised")
-    if group.given.get("format") is None:
+def _group_scheme(group: QuantizationFields, fields: QuantizationFields) -> Scheme:
+    weights = group.section("weights")
+    if not weights.values:
+        raise group.refused("weights", "its weights are not quantised")
+    if group.values.get("format") is None:
         group = fields
     format_ = group.one_of("format", *FORMATS)
     is_float = weights.one_of("type", *FORMATS[format_], default="int") == "float"
     layout = Layout.PACKED if format_ == PACKED else Layout.PLAIN
     bits = weights.one_of("num_bits", *((4, 8) if layout is Layout.PACKED else (8,)))
-    if weights.given.get("actorder") not in (None, False, "weight", "static"):
-        weights.refuse("actorder", "columns in the order of activations (act-order) are not supported")
+    if weights.values.get("actorder") not in (None, False, "weight", "static"):
+        raise weights.refused("actorder", "columns in the order of activations (act-order) are not supported")
     if weights.flag("dynamic", False):
-        weights.refuse("dynamic", "scales of weights are part of the checkpoint")
+        raise weights.refused("dynamic", "scales of weights are part of the checkpoint")
     symmetric = weights.flag("symmetric", True)
     if is_float and not symmetric:
-        weights.refuse("symmetric", "FP8 has no zero points")
+        raise weights.refused("symmetric", "FP8 has no zero points")
     strategies = ("tensor", "channel", "block") if is_float else ("group", "channel")
     strategy = weights.one_of("strategy", *strategies, default="group" if weights.group() else "channel")
     group_size = weights.group() if strategy == "group" else None
     if strategy == "group" and group_size is None:
-        weights.broken("group_size", "a positive integer")
+        raise weights.wrong("group_size", "a positive integer")
     return Scheme(
         layout=layout,
         bits=bits,
@@ -213,12 +192,12 @@ def _group_scheme(group: _Fields, fields: _Fields) -> Scheme:
     )
 
 
-def _block(fields: _Fields, key: str) -> tuple[int, int]:
-    value = fields.given.get(key)
+def _block(fields: QuantizationFields, key: str) -> tuple[int, int]:
+    value = fields.values.get(key)
     if isinstance(value, str):  # 128x128
         value = [int(part) if part.isdecimal() else part for part in value.split("x")]
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
-        fields.broken(key, "two positive integers")
+        raise fields.wrong(key, "two positive integers")
     return value[0], value[1]
 
 
@@ -227,28 +206,28 @@ def _block(fields: _Fields, key: str) -> tuple[int, int]:
 GPTQ_FORMAT = ("checkpoint_format", "format")  # two spellings of one key
 
 
-def _awq(fields: _Fields) -> Quantization:
-    key = next((key for key in ("version", *GPTQ_FORMAT) if fields.given.get(key) is not None), "version")
-    if str(fields.given.get(key) or "gemm").lower() != "gemm":
-        fields.refuse(key, "it must be gemm")
-    bits = fields.one_of("bits", 4) if "bits" in fields.given else fields.one_of("w_bit", 4)
+def _awq(fields: QuantizationFields) -> Quantization:
+    key = next((key for key in ("version", *GPTQ_FORMAT) if fields.values.get(key) is not None), "version")
+    if str(fields.values.get(key) or "gemm").lower() != "gemm":
+        raise fields.refused(key, "it must be gemm")
+    bits = fields.one_of("bits", 4) if "bits" in fields.values else fields.one_of("w_bit", 4)
     fields.one_of("zero_point", True, default=True)
-    group = fields.group("group_size" if "group_size" in fields.given else "q_group_size")
+    group = fields.group("group_size" if "group_size" in fields.values else "q_group_size")
     return Quantization("awq", ((LINEAR, Scheme(layout=Layout.AWQ, bits=bits, group=group, zeros=True)),))
 
 
-def _gptq(fields: _Fields) -> Quantization:
+def _gptq(fields: QuantizationFields) -> Quantization:
     bits, group = fields.one_of("bits", 4, 8), fields.group()
     if fields.flag("desc_act", False) and group is not None:
-        fields.refuse("desc_act", "columns in the order of activations (act-order) are not supported")
-    if fields.given.get("rotation") is not None:
-        fields.refuse("rotation", "rotated weights are not supported")
+        raise fields.refused("desc_act", "columns in the order of activations (act-order) are not supported")
+    if fields.values.get("rotation") is not None:
+        raise fields.refused("rotation", "rotated weights are not supported")
     fields.one_of("pack_dtype", "int32", default="int32")
-    key = next((key for key in GPTQ_FORMAT if fields.given.get(key) is not None), GPTQ_FORMAT[0])
+    key = next((key for key in GPTQ_FORMAT if fields.values.get(key) is not None), GPTQ_FORMAT[0])
     version = fields.one_of(key, "gptq", "gptq_v2", default="gptq")
-    dynamic = fields.child("dynamic")
-    if dynamic is not None and any(not rule.startswith("-:") for rule in dynamic.given):
-        fields.refuse("dynamic", "layers with other bits or groups than the rest are not supported")
+    dynamic = fields.section("dynamic")
+    if any(not rule.startswith("-:") for rule in dynamic.values):
+        raise fields.refused("dynamic", "layers with other bits or groups than the rest are not supported")
     scheme = Scheme(
         layout=Layout.GPTQ,
         bits=bits,
@@ -259,12 +238,12 @@ def _gptq(fields: _Fields) -> Quantization:
     return Quantization("gptq", ((LINEAR, scheme),))
 
 
-def _fp8(fields: _Fields) -> Quantization:
+def _fp8(fields: QuantizationFields) -> Quantization:
     """Two writers share the name: with a `weight_block_size` the scales are called weight_scale_inv."""
-    if fields.given.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
-        fields.refuse("fmt", "it must be e4m3")
+    if fields.values.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
+        raise fields.refused("fmt", "it must be e4m3")
     fields.one_of("activation_scheme", "dynamic", "static", default="dynamic")
-    block = None if fields.given.get("weight_block_size") is None else _block(fields, "weight_block_size")
+    block = None if fields.values.get("weight_block_size") is None else _block(fields, "weight_block_size")
     scale = "weight_scale" if block is None else "weight_scale_inv"
     scheme = Scheme(layout=Layout.PLAIN, bits=8, is_float=True, block=block, scale=scale)
     notes = (NOT_ROUNDED.format("fp8"), *(() if block is None else (EXPANDED.format(*block),)))

@@ -21,7 +21,7 @@ from paceline.errors import BrokenModel, InvalidParameter
 from paceline.files.folders import new_folder, refuse_existing
 from paceline.files.safetensors_writer import write_tensors
 from paceline.models.load.fetch import TEMPLATES
-from paceline.models.load.hf_folder import WEIGHTS, read_json
+from paceline.models.load.hf_folder import WEIGHTS, read_model_json
 from paceline.models.load.loader import Weights, expected_shapes, load_config, load_quantization, load_weights
 from paceline.models.load.store import MANIFEST
 from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
@@ -126,7 +126,7 @@ def _compressed(
     def write(folder: Path) -> None:
         found = headers(weights, config, kind, group)
         write_tensors(folder / WEIGHTS, found, tensors(weights, config, kind, group), progress)
-        settings = read_json(folder / CONFIG) | {"quantization_config": quantization_config(kind, group)}
+        settings = read_model_json(folder / CONFIG) | {"quantization_config": quantization_config(kind, group)}
         (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     return {name: kind if name in rounded else weights.kinds[name] for name in weights}, write
