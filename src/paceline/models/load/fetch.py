@@ -170,14 +170,14 @@ def _download(repository: str, revision: str, files: list[str], folder: Path) ->
     from huggingface_hub import snapshot_download
 
     bars = importlib.import_module("huggingface_hub.utils")
-    short_repr = not bars.are_progress_bars_disabled()
+    bars_were_on = not bars.are_progress_bars_disabled()
     bars.disable_progress_bars()
     try:
         snapshot_download(
             repository, revision=revision, allow_patterns=files, local_dir=folder, etag_timeout=CONNECT_SECONDS
         )
     finally:
-        if short_repr:
+        if bars_were_on:
             bars.enable_progress_bars()
 
 
