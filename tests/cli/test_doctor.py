@@ -90,12 +90,12 @@ def test_little_memory_is_reported(empty_cache, monkeypatch, capsys) -> None:
 
 
 def test_missing_native_kernels_are_reported_once_and_are_exit_code_1(empty_cache, monkeypatch, capsys) -> None:
-    from paceline.models.backends.cpu import kernels as native_kernels
     from paceline.models.load import open_model as runtime
+    from paceline.native import library as native_library
 
     monkeypatch.delenv("PACELINE_KERNELS", raising=False)
     monkeypatch.setattr(runtime, "choose_device", lambda name: runtime.torch.device("cpu"))
-    monkeypatch.setattr(native_kernels, "_best_library", lambda: (None, "no native kernels: they were not built"))
+    monkeypatch.setattr(native_library, "best_library", lambda: (None, "no native kernels: they were not built"))
     report, text = examined(capsys, code=1)
     assert report["use"]["numerics"] == "fast"
     assert [finding["slow"] for finding in report["findings"] if "built" in finding["problem"]] == [True]

@@ -24,11 +24,12 @@ from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan, LearnsNothing
-from paceline.models.backends.cpu.kernels import NativeKernels, library_status, load_library
+from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.chain import READ
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import ModelOutput, PassPlan
 from paceline.models.weights import Dtypes, WeightKind
+from paceline.native.library import library_status, load_library
 from paceline.sampling_params import SamplingParams
 from paceline.testing import context_logits, toy_config
 from paceline.text.grammar import Matcher

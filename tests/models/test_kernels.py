@@ -17,18 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import DeviceError, InvalidParameter
-from paceline.models.backends.cpu import kernels as native_kernels
-from paceline.models.backends.cpu.kernels import (
-    VARIANTS,
-    NativeKernels,
-    library_status,
-    open_library,
-    runnable_variants,
-)
+from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import Layer, LayerByLayer, RopeArgs, StackParams, kernels_for
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.native import library as native_library
+from paceline.native.library import VARIANTS, library_status, open_library, runnable_variants
 
 BLOCK = 16
 REFERENCE = TorchKernels()
@@ -501,7 +496,7 @@ def test_on_a_cpu_the_exact_kernels_are_the_fast_ones() -> None:
 
 def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     status = (None, "no native kernels: kernels_avx2.so was not built")
-    monkeypatch.setattr(native_kernels, "_best_library", lambda: status)
+    monkeypatch.setattr(native_library, "best_library", lambda: status)
     assert kernels_for(torch.device("cpu")).name == "torch"
     monkeypatch.setenv("PACELINE_KERNELS", "native")
     with pytest.raises(DeviceError, match="was not built; install paceline's wheel"):
@@ -509,13 +504,13 @@ def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyP
 
 
 def test_a_library_older_than_the_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(native_kernels._SIGNATURES, "made_tomorrow", (None, []))
+    monkeypatch.setitem(native_library.SIGNATURES, "made_tomorrow", (None, []))
     with pytest.raises(OSError, match="older than the sources: it has no made_tomorrow"):
         open_library.__wrapped__(runnable_variants()[0])
 
 
 def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_kernels, "ABI", native_kernels.ABI + 1)
+    monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
     with pytest.raises(OSError, match="not of these sources"):
         open_library.__wrapped__(runnable_variants()[0])
 

@@ -12,7 +12,8 @@ import torch
 from paceline.core.draft import Draft, ancestors, clamp_trees
 from paceline.core.verdict import INVALID
 from paceline.engine.sampler import Sampler
-from paceline.models.backends.cpu.kernels import load_library, native_draw
+from paceline.models.backends.cpu.kernels import native_draw
+from paceline.native.library import load_library
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, pick_weighted, process, verify
 from paceline.verify.host import TokenSampler
 from tests.helpers.enumeration import chains

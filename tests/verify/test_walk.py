@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from paceline.core.draft import Draft, Proposal, ancestors
 from paceline.core.rng import gumbel_from, unit_row
 from paceline.core.verdict import TokenKind
-from paceline.models.backends.cpu.kernels import native_draw, open_library, runnable_variants
+from paceline.models.backends.cpu.kernels import native_draw
+from paceline.native.library import open_library, runnable_variants
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.sample import _pick, _pick_batch, pick_seeded, sample

@@ -123,9 +123,9 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 
 def choices(findings: list[Finding]) -> dict[str, Any]:
     """The values that `auto` stands for on this machine."""
-    from paceline.models.backends.cpu.kernels import library_status
     from paceline.models.kernels import ACTIVATIONS, kernels_for, why_slow
     from paceline.models.load.open_model import choose_device, choose_kv_dtype
+    from paceline.native.library import library_status
 
     device = choose_device("auto")
     kernels = kernels_for(device)

@@ -223,14 +223,15 @@ def why_slow(kernels: Kernels, device: torch.device) -> SlowKernels | None:
     if os.environ.get("PACELINE_KERNELS", "") == "torch":
         return SlowKernels("PACELINE_KERNELS=torch asks for them", "unset it")
     if device.type == "cpu":
-        from paceline.models.backends.cpu.kernels import library_status
+        from paceline.native.library import library_status
 
         return SlowKernels(library_status(), GET_NATIVE)
     return SlowKernels(*(triton_problem() or (f"there are no others for {device.type}", "use cpu or cuda")))
 
 
 def _for_cpu(choice: str, threads: int | None, activations: str) -> Kernels | None:
-    from paceline.models.backends.cpu.kernels import NativeKernels, library_status, load_library
+    from paceline.models.backends.cpu.kernels import NativeKernels
+    from paceline.native.library import library_status, load_library
 
     if (library := load_library()) is not None:
         return NativeKernels(library, threads, activations)
@@ -256,6 +257,7 @@ def draw_of(device: torch.device) -> Callable[[Tensor], Callable[..., int | None
     """The native function that draws one token from a row of logits, for `verify.host`; None where there is none."""
     if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
         return None
-    from paceline.models.backends.cpu.kernels import load_library, native_draw
+    from paceline.models.backends.cpu.kernels import native_draw
+    from paceline.native.library import load_library
 
     return native_draw(load_library())

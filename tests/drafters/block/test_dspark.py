@@ -22,10 +22,10 @@ from paceline.drafters.speculators import TargetShape
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter
-from paceline.models.backends.cpu.kernels import load_library
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import slots_of
+from paceline.native.library import load_library
 from tests.cuda.test_cuda import CONFIG, PROMPTS
 from tests.drafters.block.dspark_reference import (
     after,

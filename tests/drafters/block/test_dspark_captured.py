@@ -19,11 +19,12 @@ from paceline.drafters.base import DraftRequest
 from paceline.drafters.block import block_pass as block_passes
 from paceline.drafters.block import context_kv as absorbing
 from paceline.drafters.tapped import TapRing
-from paceline.models.backends.cpu.kernels import NativeKernels, open_library, runnable_variants
+from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.cuda.attention import division
 from paceline.models.backends.cuda.kernels import TritonKernels
 from paceline.models.kv_cache import KVCache
 from paceline.models.weights import Dtypes
+from paceline.native.library import open_library, runnable_variants
 from paceline.platform.cuda_graph import CudaGraph
 from tests.cuda.test_cuda import CONFIG as TINY
 from tests.drafters.block.dspark_reference import drafter_config, make, random_tensors

@@ -10,8 +10,9 @@ import pytest
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
-from paceline.models.backends.cpu.kernels import NativeKernels, open_library, runnable_variants
+from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.kv_cache import LayerCache
+from paceline.native.library import open_library, runnable_variants
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.block.dspark_reference import drafter_config, make, random_tensors
 from tests.drafters.overfit import tiny_decoder

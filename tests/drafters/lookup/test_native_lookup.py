@@ -20,7 +20,7 @@ from paceline.drafters.lookup.index import DEPTH, END, SuffixIndex
 from paceline.drafters.lookup.native_ngram import NativeNgrams
 from paceline.drafters.lookup.native_suffix import NativeIndex, NativeSuffixes
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.models.backends.cpu.kernels import load_library, open_library, runnable_variants
+from paceline.native.library import load_library, open_library, runnable_variants
 from paceline.sampling_params import SamplingParams
 from paceline.testing import toy_config
 from tests.helpers.contract_toys import make_engine, params, prompt_of, run

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from paceline.models import kernels
-from paceline.models.backends.cpu import kernels as native_kernels
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for, why_slow
 from paceline.models.load import open_model as runtime
+from paceline.native import library as native_library
 from paceline.platform import triton as triton_support
 
 
@@ -33,7 +33,7 @@ def test_kernels_made_for_the_device_are_not_called_slow(monkeypatch: pytest.Mon
 def test_the_sentence_is_logged_once_however_many_models_are_opened(monkeypatch, caplog, tmp_path, write_model) -> None:
     status = "no native kernels: kernels_x.so was not built"
     monkeypatch.delenv("PACELINE_KERNELS", raising=False)
-    monkeypatch.setattr(native_kernels, "_best_library", lambda: (None, status))
+    monkeypatch.setattr(native_library, "best_library", lambda: (None, status))
     monkeypatch.setattr(runtime.Tokenizer, "from_path", lambda path: None)
     write_model(tmp_path, "Llama")
     with caplog.at_level(logging.WARNING):

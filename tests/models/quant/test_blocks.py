@@ -18,7 +18,7 @@ from torch import Tensor
 import paceline.models
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.files.gguf import GGUFFile
-from paceline.models.backends.cpu.kernels import NativeKernels, open_library, runnable_variants
+from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import FLOAT32, INT8, kernels_for
 from paceline.models.load.convert import convert_gguf
@@ -26,6 +26,7 @@ from paceline.models.load.loader import load_config, load_weights
 from paceline.models.load.open_model import load_model
 from paceline.models.quant.block_file import BLOCK_WEIGHTS
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
+from paceline.native.library import open_library, runnable_variants
 from paceline.testing import logits_of
 from tests.helpers.tiny import write_tokenizer
 from tests.models.load.test_gguf import Type, write_gguf

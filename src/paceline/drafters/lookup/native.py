@@ -17,7 +17,7 @@ import numpy as np
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.drafters.lookup.lookup import State
-from paceline.models.backends.cpu.kernels import Library
+from paceline.native.library import Library
 
 PLANES = 3  # of a draft: tokens, parents and depths
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.sequence import Sequence
 from paceline.drafters.lookup.native import NativeBackend, NativeState
-from paceline.models.backends.cpu.kernels import Library
+from paceline.native.library import Library
 
 MIN_ROOM = 256  # tokens
 

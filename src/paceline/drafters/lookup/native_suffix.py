@@ -15,7 +15,7 @@ from paceline.drafters.lookup.index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints,
 from paceline.drafters.lookup.native import NativeBackend, NativeState
 from paceline.drafters.lookup.store import SuffixStore
 from paceline.drafters.lookup.tree import EVIDENCE_STEPS, HIT_RATE, INSERTED, STORE_WEIGHT, SUBSTITUTED, THRESHOLD
-from paceline.models.backends.cpu.kernels import Library
+from paceline.native.library import Library
 
 _MOST_PLACES = 2 * (len(LEVELS) - 1) * LIMIT + 2
 

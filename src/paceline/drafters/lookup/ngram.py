@@ -21,7 +21,7 @@ from paceline.drafters.base import DrafterContext
 from paceline.drafters.lookup.lookup import LookupDrafter, State
 from paceline.drafters.lookup.native_ngram import NativeNgrams
 from paceline.drafters.methods import NGRAM
-from paceline.models.backends.cpu.kernels import load_library
+from paceline.native.library import load_library
 
 MATCH_LIMIT = 16  # longer matches count as this long
 

@@ -24,7 +24,7 @@ from paceline.drafters.lookup.native_suffix import NativeIndex, NativeSuffixes
 from paceline.drafters.lookup.store import SuffixStore
 from paceline.drafters.lookup.tree import STORE_WEIGHT, Lookup, Place, evidence_of, grow, places_of
 from paceline.drafters.methods import METHODS, SUFFIX
-from paceline.models.backends.cpu.kernels import load_library
+from paceline.native.library import load_library
 
 log = logging.getLogger("paceline")
 

@@ -6,11 +6,8 @@ The libraries are plain C, opened by path, with threads of their own (native/poo
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
-from ctypes import c_char, c_double, c_float, c_int, c_int64, c_long, c_uint64, c_void_p
-from dataclasses import dataclass
-from pathlib import Path
+from ctypes import c_char, c_float, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -25,101 +22,10 @@ from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, Stack, Stack
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.models.weights import StoredWeight, joined
+from paceline.native.library import Library, load_library
 
-ABI = 9  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 PLAN_ROWS = [ROW_FIELDS.index(name) for name in PLAN_TENSORS[: len(ROW_FIELDS)]]  # of a plan's arrays
-VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
-
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "abi": (c_long, []),
-    "runs_here": (c_int, []),
-    "panel_bytes": (c_long, [c_int64, c_long, c_long]),
-    "pack": (None, [c_int64] + [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "linear": (c_int, [c_void_p] * 3 + [c_long, c_int]),
-    "gather": (None, [c_void_p] * 3 + [c_long, c_int]),
-    "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
-    "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
-    "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
-    "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
-    "pass": (c_int, [c_void_p] * 4 + [c_long] + [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int]),
-    "store_in_ring": (None, [c_void_p] * 3 + [c_long, c_void_p, c_long]),
-    "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
-    "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
-    "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
-    "ngram_extend": (None, [c_void_p] * 2 + [c_long]),
-    "ngram_index": (None, [c_void_p, c_long]),
-    "ngram_find": (None, [c_void_p, c_long]),
-    "ngram_draft": (c_long, [c_void_p, c_long, c_long, c_void_p]),
-    "suffix_extend": (None, [c_void_p] * 2 + [c_long]),
-    "suffix_append": (None, [c_void_p] * 2 + [c_long]),
-    "suffix_find": (None, [c_void_p, c_long, c_void_p, c_void_p]),
-    "suffix_draft": (c_long, [c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p]),
-}
-
-
-@dataclass(frozen=True)
-class Library:
-    variant: str
-    path: Path
-    handle: ctypes.CDLL
-
-    def function(self, name: str) -> Callable[..., Any]:
-        function = self.handle[f"paceline_{name}"]
-        function.restype, function.argtypes = _SIGNATURES[name]
-        return function
-
-
-def load_library() -> Library | None:
-    """The library for this processor, or None; `library_status` gives the reason."""
-    return _best_library()[0]
-
-
-def library_status() -> str:
-    """One line for `paceline doctor`."""
-    return _best_library()[1]
-
-
-def runnable_variants() -> tuple[str, ...]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    variants = VARIANTS[{"AVX512": 0, "AVX2": 2}.get(capability, 3) :]
-    return tuple(variant for variant in variants if variant != "avx512vnni" or _has_vnni())
-
-
-def _has_vnni() -> bool:
-    try:
-        return bool(open_library("avx512vnni").function("runs_here")())
-    except OSError:
-        return True  # the reason it cannot be opened is of interest where it is
-
-
-@functools.cache
-def _best_library() -> tuple[Library | None, str]:
-    problems = []
-    for variant in runnable_variants():
-        try:
-            library = open_library(variant)
-        except OSError as error:
-            problems.append(str(error))
-        else:
-            return library, f"native-{variant} ({library.path.name})"
-    return None, f"no native kernels: {problems[0]}"
-
-
-@functools.cache
-def open_library(variant: str) -> Library:
-    """Raises OSError when the file is missing, cannot be loaded or was built from older sources."""
-    path = Path(__file__).parents[3] / "native" / f"kernels_{variant}.so"
-    if not path.exists():
-        raise OSError(f"{path.name} was not built")
-    handle = ctypes.CDLL(str(path))
-    if missing := [name for name in _SIGNATURES if not hasattr(handle, f"paceline_{name}")]:
-        raise OSError(f"{path.name} is older than the sources: it has no {missing[0]}")
-    library = Library(variant, path, handle)
-    if library.function("abi")() != ABI:
-        raise OSError(f"{path.name} is not of these sources")
-    return library
 
 
 def native_draw(library: Library | None) -> Callable[[Tensor], Callable[..., int | None] | None] | None:
