@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack
-from paceline.models.backends.cpu.stack import NativePass
+from paceline.models.backends.cpu.kernels import NativeKernels
+from paceline.models.backends.cpu.stack import NativePass, NativeStack
 from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Stack, StackParams, Weights

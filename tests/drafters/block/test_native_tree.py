@@ -12,7 +12,8 @@ from paceline.drafters.base import DraftRequest
 from paceline.drafters.block.native import BlockRow, NativeBlocks
 from paceline.drafters.block.tree import grow, lattice
 from paceline.drafters.tapped import likely_nodes
-from paceline.models.backends.cpu.kernels import AbsorbedView, NativeKernels, NativeStack
+from paceline.models.backends.cpu.kernels import NativeKernels
+from paceline.models.backends.cpu.stack import AbsorbedView, NativeStack
 from paceline.models.kernels import StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.native.library import open_library, runnable_variants

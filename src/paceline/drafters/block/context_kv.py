@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from paceline.drafters.block.config import TAP_NORM, DSparkConfig
 from paceline.drafters.tapped import TapBatch
-from paceline.models.backends.cpu.kernels import AbsorbedView, NativeKernels, NativeStack
+from paceline.models.backends.cpu.kernels import NativeKernels
+from paceline.models.backends.cpu.stack import AbsorbedView, NativeStack
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache

@@ -35,7 +35,8 @@ from paceline.drafters.block.native import BlockRow, NativeBlocks
 from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.tapped import Floats, TapBatch, TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
-from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack
+from paceline.models.backends.cpu.kernels import NativeKernels
+from paceline.models.backends.cpu.stack import NativeStack
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed

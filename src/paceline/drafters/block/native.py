@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import DraftRequest
-from paceline.models.backends.cpu.kernels import (
-    AbsorbedView,
-    NativeKernels,
-    NativeStack,
-    address_of,
-    check_in_place,
-    check_status,
-)
+from paceline.models.backends.cpu.kernels import NativeKernels
+from paceline.models.backends.cpu.stack import AbsorbedView, NativeStack, address_of, check_in_place, check_status
 from paceline.models.backends.cpu.weights import PackedRows, PackedWeight, ProductView, rows_view
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -1,18 +1,164 @@
-"""A pass of a decoder in one native call (native/pass.h), from token ids to logits and taps. What passes share is
-prepared once."""
+"""Views of plans, weights and layers as C structures, and the calls that run several layers or a whole pass."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_char, c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.models.backends.cpu.kernels import NativeKernels, NativeStack, TapsView, check_in_place, check_status
+from paceline.errors import DeviceError
 from paceline.models.backends.cpu.weights import PackedRows, PackedWeight, ProductView, rows_view
-from paceline.models.plan import ModelOutput, PassPlan
+from paceline.models.kernels import Layer, StackParams
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import ROW_FIELDS, ModelOutput, PassPlan
+
+if TYPE_CHECKING:
+    from paceline.models.backends.cpu.kernels import NativeKernels
+
+PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
+PLAN_ROWS = [ROW_FIELDS.index(name) for name in PLAN_TENSORS[: len(ROW_FIELDS)]]  # of a plan's arrays
+
+
+class PlanView(ctypes.Structure):
+    """A PassPlan as a C structure. Built once per pass: a plan serves every layer."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in PLAN_TENSORS),
+        *((name, c_int64) for name in ("rows", "path_width", "table_width", "block_size")),
+    )
+
+    @classmethod
+    def of(cls, plan: PassPlan) -> PlanView:
+        if "host" in vars(plan):  # whose rows follow one another in memory
+            each, path, tables, _ = plan.host
+            assert each.dtype == path.dtype == tables.dtype == np.int32
+            rows, first = each.shape[1], address_of(each)
+            at = [first + 4 * rows * row for row in PLAN_ROWS]
+            return cls(*at, address_of(path), address_of(tables), *path.shape, tables.shape[1], plan.block_size)
+        tensors = [getattr(plan, name) for name in PLAN_TENSORS]
+        if any(t.dtype is not torch.int32 or not t.is_contiguous() for t in tensors):
+            raise TypeError("a plan is made of contiguous int32 tensors")
+        return cls(*(t.data_ptr() for t in tensors), *plan.path.shape, plan.block_tables.shape[1], plan.block_size)
+
+
+class HeadsView(ctypes.Structure):
+    """What all layers of a model share, as a C structure."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("q_heads", "kv_heads", "dim", "num_positions", "num_slots")),
+        *((name, c_float) for name in ("eps", "scale")),
+    )
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
+        num_slots, kv_heads, dim = check_in_place(cache.k)
+        check_in_place(cache.v)
+        for table in (cos, sin):  # C keeps pointers to them, so they must not be copies
+            check_in_place(table)
+        return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
+
+
+class LayerView(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
+        ("window", c_int64),
+        *((name, ProductView) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+    @classmethod
+    def of(cls, layer: Layer, cache: LayerCache) -> LayerView:
+        norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+        for norm in norms:
+            if norm is not None:
+                check_in_place(norm)
+        products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return cls(
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+            *(cache.k.data_ptr(), cache.v.data_ptr(), layer.window or 0),
+            *(product.view for product in products),
+        )
+
+
+class TapsView(ctypes.Structure):
+    """Layers before which the residual stream is read (-1: none), and where to."""
+
+    _fields_ = (("layers", c_void_p), ("out", c_void_p), ("count", c_int64))
+
+
+NO_TAPS = TapsView()
+
+
+class AbsorbedView(ctypes.Structure):
+    """How hidden states become keys and values of a block drafter's layers (native/block_draft.h)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tap_norm", "norm")),
+        *((name, ProductView) for name in ("join", "kv")),
+        ("taps", c_int64),
+    )
+
+
+class NativeStack:
+    """All layers of a model in one call: no time between them."""
+
+    def __init__(
+        self, kernels: NativeKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams
+    ) -> None:
+        self.caches, self._kernels = caches, kernels
+        self._kept = layers, shape  # the views below point into these
+        self._heads = HeadsView.of(shape.cos, shape.sin, shape.q_heads, caches[0], shape.eps, shape.scale)
+        self._layers = (LayerView * len(layers))(*map(LayerView.of, layers, caches))
+
+    def run_tapped(self, residual: Tensor, plan: PassPlan, taps: Sequence[int], out: Tensor) -> Tensor:
+        """All layers; tap j is the residual stream before layer taps[j] (-1: none), written to out[:, j]."""
+        check_in_place(out)
+        layers = (c_int64 * len(taps))(*taps)
+        view = TapsView(ctypes.addressof(layers), out.data_ptr(), len(taps))
+        return self._run(0, len(self._layers), None, residual, plan, view)
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        return self._run(first, last, added, residual, plan, NO_TAPS)
+
+    def _run(
+        self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan, taps: TapsView
+    ) -> Tensor:
+        check_in_place(residual)
+        out = torch.empty_like(residual) if added is None else fp32(added).clone()
+        view = self._kernels.view(plan, residual.shape[0])
+        status = self._kernels.layers(
+            ctypes.addressof(view),
+            ctypes.addressof(self._heads),
+            ctypes.addressof(self._layers[first]),
+            last - first,
+            residual.data_ptr(),
+            out.data_ptr(),
+            added is None,
+            ctypes.addressof(taps),
+            self._kernels.threads,
+        )
+        check_status(status)
+        return out
+
+    def write_context_kv(self, taps: Tensor, plan: PassPlan, by: AbsorbedView) -> None:
+        """Keys and values of all layers from the target's hidden states (M, T, H), into their caches."""
+        taps, view = fp32(taps), self._kernels.view(plan, taps.shape[0])
+        heads, layers, count = self.addresses
+        status = self._kernels.absorb(
+            *(ctypes.addressof(view), heads, layers, count, ctypes.addressof(by), taps.data_ptr()),
+            self._kernels.threads,
+        )
+        check_status(status)
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of what all layers share, of the layers, and how many there are."""
+        return ctypes.addressof(self._heads), ctypes.addressof(self._layers), len(self._layers)
 
 
 class ModelView(ctypes.Structure):
@@ -58,3 +204,32 @@ class NativePass:
         if layers is None:
             layers = self._taps[taps] = (c_int64 * len(taps))(*taps)
         return TapsView(ctypes.addressof(layers), None if out is None else out.data_ptr(), len(taps))
+
+
+def fp32(x: Tensor) -> Tensor:
+    if x.dtype is not torch.float32:
+        raise TypeError(f"native kernels compute in float32, not {x.dtype}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def check_in_place(x: Tensor) -> torch.Size:
+    """A tensor written through its pointer must not be a copy: contiguous float32 only."""
+    if x.dtype is not torch.float32 or not x.is_contiguous():
+        raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
+    return x.shape
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Of its first element; in a third of the time of `array.ctypes`. The array is writable and contiguous."""
+    return ctypes.addressof(c_char.from_buffer(array)) if array.size else 0  # type: ignore[arg-type]
+
+
+def check_status(status: int) -> None:
+    if status == 1:
+        raise DeviceError("not enough memory for this pass; use a shorter context or fewer sequences at once")
+    if status == 3:
+        raise IndexError("a token id is outside the vocabulary")
+    if status == 4:
+        raise IndexError("rows of logits must be ascending and rows of the pass")
+    if status:
+        raise IndexError("the plan names a position outside the rotary tables or a slot outside the cache")
