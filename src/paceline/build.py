@@ -21,7 +21,7 @@ from paceline.engine.policy.interface import Policy
 from paceline.engine.policy.memory import PolicyMemory
 from paceline.engine.policy.priors import prior_of
 from paceline.errors import InvalidParameter
-from paceline.models.load.hub import Progress, cache_home_if_any, resolve
+from paceline.models.load.hub import PullProgress, cache_home_if_any, resolve
 from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.platform import cpu as machine
 
@@ -60,7 +60,7 @@ def load(
     tokenizer: str | None = None,
     activations: str = "float32",
     kv_dtype: str = "auto",
-    progress: Progress | None = None,
+    progress: PullProgress | None = None,
 ) -> LoadedTarget:
     """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
     note = machine.guard_amx(cache_home_if_any())

@@ -28,7 +28,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.loop import CLOSED, Accepted, Delta, EngineThread, Event, Failed
 from paceline.errors import EngineClosed, InvalidParameter, short_repr
 from paceline.inputs import Message, Prompt
-from paceline.models.load.hub import Progress
+from paceline.models.load.hub import PullProgress
 from paceline.models.load.open_model import LoadedModel, choose_device
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.progress_bar import ProgressBar
@@ -84,7 +84,7 @@ class LLM:
         gpu_memory_fraction: float = 0.9,
         prefix_caching: bool = True,
         enforce_eager: bool = False,
-        progress: Progress | None = None,
+        progress: PullProgress | None = None,
         **theirs: Any,
     ) -> None:
         """Load `model`: an alias, a folder, a .gguf file or a hub id.

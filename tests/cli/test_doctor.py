@@ -145,7 +145,7 @@ def test_models_lists_names_and_sizes(empty_cache, monkeypatch, capsys) -> None:
 
 
 def test_pull_reports_its_progress_in_lines_where_there_is_no_terminal(monkeypatch, capsys) -> None:
-    def resolve(name: str, progress: hub.Progress | None = None) -> Path:
+    def resolve(name: str, progress: hub.PullProgress | None = None) -> Path:
         assert progress is not None
         progress("asking the hub", 0, None)
         for done in range(0, 1_000_001, 50_000):

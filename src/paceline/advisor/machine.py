@@ -22,7 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import Policy
 from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
 from paceline.models.kernels import INT8
-from paceline.models.load.hub import Progress, resolve
+from paceline.models.load.hub import PullProgress, resolve
 from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.platform import cpu as machine
 
@@ -37,7 +37,7 @@ def _fits_twice(path: Path) -> bool:
 
 class Machine(Engines):
     def __init__(
-        self, model: str, *, draft_models: Sequence[str] = (), progress: Progress | None = None, **options: Any
+        self, model: str, *, draft_models: Sequence[str] = (), progress: PullProgress | None = None, **options: Any
     ) -> None:
         super().__init__(model, [OFF], progress=progress, **options)
         self.clock: Callable[[], float] = time.perf_counter

@@ -14,7 +14,7 @@ from paceline.bench.results import Results
 from paceline.bench.runner import OnProgress, Plan, collect
 from paceline.config import AUTO, SpeculationConfig
 from paceline.drafters.methods import METHODS, is_packaged, method_names
-from paceline.models.load.hub import Progress
+from paceline.models.load.hub import PullProgress
 
 K = "4"  # where neither methods nor k are given
 
@@ -39,7 +39,7 @@ def run(
     k: str | None = None,
     draft_model: Sequence[str] | None = None,
     drafter: Sequence[str] | None = None,
-    on_load: Progress | None = None,
+    on_load: PullProgress | None = None,
     on_progress: OnProgress = lambda done, total, what: None,
     **options: Any,
 ) -> tuple[Results, BaseException | None]:

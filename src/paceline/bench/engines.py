@@ -29,7 +29,7 @@ from paceline.drafters.methods import METHODS, drafter_specs
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.kv_cache import KVCache, KVSpec
-from paceline.models.load.hub import Progress, resolve
+from paceline.models.load.hub import PullProgress, resolve
 from paceline.platform import cpu as machine
 from paceline.sampling_params import SamplingParams
 
@@ -90,7 +90,7 @@ class Engines:
         device: str = "auto",
         threads: int | None = None,
         raw: bool = False,
-        progress: Progress | None = None,
+        progress: PullProgress | None = None,
     ) -> None:
         self.contenders, self._raw = list(contenders), raw
         target = load(model, dtype=dtype, device=device, threads=threads, progress=progress)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from paceline.core.sequence import Sequence
-    from paceline.models.load.hub import Progress as ProgressCallback
+    from paceline.models.load.hub import PullProgress
 
 LONG_PROMPT_S = 1.0  # a prompt read sooner shows no bar
 REFRESH_S = 0.2
 
 
 @contextmanager
-def progress(*, plain: bool) -> Iterator[ProgressCallback | None]:
+def progress(*, plain: bool) -> Iterator[PullProgress | None]:
     """Progress of downloads and loads. `plain`: lines where there is no terminal; else nothing is printed there."""
     if plain or sys.stderr.isatty():
         with live() as display:

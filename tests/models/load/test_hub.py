@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import CacheFolderError, DownloadFailed, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.files.folders import PREFIX
 from paceline.models.load import fetch, hub, store
 from paceline.models.load.hub import ALIASES, cache_home, cache_home_if_any, cached_models, resolve
 from paceline.models.load.loader import load_config, load_weights
@@ -250,7 +251,7 @@ def test_a_killed_pull_is_invisible_and_swept_up_by_the_next(home, tmp_path, mon
     child.send_signal(signal.SIGKILL)
     child.wait()
     (leftover,) = entries(home)
-    assert leftover.startswith(".partial-org--model-")
+    assert leftover.startswith(PREFIX)
     assert cached_models() == []
     assert store.cached_path("org/model") is None
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)

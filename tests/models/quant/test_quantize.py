@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from paceline.cli.app import run
 from paceline.errors import BrokenModel, InvalidParameter
-from paceline.files.folders import MARKER, PREFIX, new_folder
 from paceline.models.load.loader import load_config, load_weights
 from paceline.models.load.open_model import load_model
 from paceline.models.quant.compress import COMPRESSED, rounded_fp8, rounded_int4
@@ -209,31 +204,6 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str = "q8_0"
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["type"] in ("BrokenModel", "InvalidParameter")
     return str(error["message"])
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from paceline.files.folders import new_folder
-with new_folder(Path(sys.argv[1])) as folder:
-    (folder / "half").write_text("")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there leftovers stay")
-def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_users_folder_is_not(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a")], env=os.environ)
-    assert killed.returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    (tmp_path / "a.partial").mkdir()
-    (tmp_path / f"{PREFIX}mine").mkdir()
-    with new_folder(tmp_path / "b") as other, new_folder(tmp_path / "a") as folder:
-        assert not left.exists()
-        assert (other / MARKER).exists(), "another writer is still at work"
-        (folder / "whole").write_text("")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.partial", "b", f"{PREFIX}mine"]
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["whole"]
 
 
 @pytest.mark.parametrize("to", ["q8_0", "q4_1", "q4_k"])

@@ -10,12 +10,12 @@ from paceline.config import ModelConfig
 from paceline.files.gguf import GGUFFile
 from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
 from paceline.models.load.hf_config import ARCHITECTURES, rope_scaling
-from paceline.models.load.store import Progress
+from paceline.models.load.store import PullProgress
 from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
 from paceline.text.gguf_vocab import tokenizer_files
 
 
-def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
+def convert_gguf(file: GGUFFile, folder: Path, progress: PullProgress) -> None:
     config = gguf_config(file)
     body, tokenizer_config = tokenizer_files(file.metadata, str(file.path))
     special = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
@@ -57,7 +57,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _write_weights(file: GGUFFile, config: ModelConfig, folder: Path, progress: Progress) -> None:
+def _write_weights(file: GGUFFile, config: ModelConfig, folder: Path, progress: PullProgress) -> None:
     names = gguf_names(file)
     entries = [(name, gguf_kind(file, names[name]), file.tensors[names[name]].shape) for name in sorted(names)]
     name = BLOCK_WEIGHTS if any(kind.is_blocks for _, kind, _ in entries) else "model.safetensors"

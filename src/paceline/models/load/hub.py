@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DownloadFailed, ModelNotFound
+from paceline.files.folders import MARKER
 from paceline.models.load.fetch import Wheel, fetch_snapshot, fetch_wheel
 from paceline.models.load.store import (
     CachedModel,
-    Progress,
+    PullProgress,
     add_model,
     cache_home,
     cache_home_if_any,
@@ -25,7 +26,7 @@ from paceline.models.load.store import (
     cached_path,
 )
 
-__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cache_home_if_any", "cached_models", "resolve"]
+__all__ = ["ALIASES", "CachedModel", "PullProgress", "cache_home", "cache_home_if_any", "cached_models", "resolve"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LONGEST_HUB_ID = 96 * 2 + 1  # two names of the hub's own limit
@@ -55,7 +56,7 @@ ALIASES = {
 }
 
 
-def resolve(name: str, progress: Progress | None = None) -> Path:
+def resolve(name: str, progress: PullProgress | None = None) -> Path:
     """The model's folder or .gguf file, downloaded where needed."""
     if name in ALIASES:
         return _cached(name, progress)
@@ -70,7 +71,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     raise ModelNotFound(f"no model is called {_shown(name)!r}{_suggestion(name)}; {_accepted()}")
 
 
-def _cached(name: str, progress: Progress | None) -> Path:
+def _cached(name: str, progress: PullProgress | None) -> Path:
     path = cached_path(name)
     if path is not None:
         return path
@@ -84,7 +85,7 @@ def _cached(name: str, progress: Progress | None) -> Path:
     return add_model(name, build, report)
 
 
-def _fetch_alias(alias: Alias, folder: Path, progress: Progress) -> dict[str, Any]:
+def _fetch_alias(alias: Alias, folder: Path, progress: PullProgress) -> dict[str, Any]:
     try:
         return fetch_snapshot(alias.repository, folder, progress)
     except (DownloadFailed, ModelNotFound) as error:
@@ -97,7 +98,7 @@ def _fetch_alias(alias: Alias, folder: Path, progress: Progress) -> dict[str, An
             raise DownloadFailed(f"{error}, and {second}; check the network, or name a local folder") from second
 
 
-def _fetch_hub_id(name: str, folder: Path, progress: Progress) -> dict[str, Any]:
+def _fetch_hub_id(name: str, folder: Path, progress: PullProgress) -> dict[str, Any]:
     try:
         return fetch_snapshot(name, folder, progress)
     except DownloadFailed as error:
@@ -105,7 +106,10 @@ def _fetch_hub_id(name: str, folder: Path, progress: Progress) -> dict[str, Any]
 
 
 def _empty(folder: Path) -> None:
+    """Remove what a failed download left; the marker of the folder's writer stays."""
     for entry in folder.iterdir():
+        if entry.name == MARKER:
+            continue
         if entry.is_dir():
             shutil.rmtree(entry)
         else:

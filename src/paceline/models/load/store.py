@@ -1,8 +1,7 @@
 """The cache of pulled models: one folder each under `cache_home()/models`, complete or absent.
 
-A pull builds its folder beside the target and renames it into place, so an interrupted pull leaves the target
-untouched; the next pull deletes the leftovers. A lock per model makes a second pull wait for the first. Every complete
-folder holds MANIFEST, written last, which describes it.
+A lock per model makes a second pull wait for the first. Every complete folder holds MANIFEST, written last, which
+describes it.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import CacheFolderError
+from paceline.files.folders import Lock, build_folder, disk_errors, lock_file
 
 MANIFEST = "paceline.json"
-STALE_SECONDS = 24 * 3600  # where locks do not work, leftovers of this age are abandoned
 
 
-class Progress(Protocol):
-    """Called as a pull advances; `total` is None while it is unknown. Units are bytes."""
+class PullProgress(Protocol):
+    """Callback of a pull that advances, in bytes; `total` is None while it is unknown."""
 
     def __call__(self, stage: str, done: int, total: int | None) -> None: ...
 
@@ -56,7 +54,7 @@ def cache_home() -> Path:
 
 
 def cache_home_if_any() -> Path | None:
-    """For what is remembered there and can be done without."""
+    """Return the cache folder, or None where it cannot be used."""
     try:
         return cache_home()
     except CacheFolderError:
@@ -64,8 +62,8 @@ def cache_home_if_any() -> Path | None:
 
 
 def _chosen_home() -> Path:
-    if given := os.environ.get("PACELINE_HOME"):
-        return Path(given).expanduser()
+    if home := os.environ.get("PACELINE_HOME"):
+        return Path(home).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "paceline"
     if sys.platform == "win32":
@@ -78,7 +76,7 @@ def folder_name(model: str) -> str:
 
 
 def cached_path(model: str) -> Path | None:
-    """Where a pulled model lies, or None if it was never pulled to the end."""
+    """Return the folder of a pulled model, or None if it was never pulled to the end."""
     folder = cache_home() / "models" / folder_name(model)
     with _disk_errors(folder.parent):
         return folder if (folder / MANIFEST).is_file() else None
@@ -91,67 +89,31 @@ def cached_models() -> list[CachedModel]:
         return [_describe(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
 
-def add_model(model: str, build: Callable[[Path], dict[str, Any]], progress: Progress) -> Path:
-    """`build` fills a folder and returns the manifest's fields. Returns at once if the model is in the cache."""
+def add_model(model: str, build: Callable[[Path], dict[str, Any]], progress: PullProgress) -> Path:
+    """Return the model's folder. If it is not in the cache, `build` fills it and returns the manifest's fields."""
     models = _writable(cache_home()) / "models"
     target = models / folder_name(model)
     with _disk_errors(models):
         models.mkdir(exist_ok=True)
-        with _lock(models / f".{target.name}.lock", model, progress) as alone:
+        with _alone(models / f".{target.name}.lock", model, progress):
             if cached_path(model):
                 return target
-            _remove_leftovers(models, target, alone)
-            staging = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=models))
-            try:
+            if target.exists():  # without its manifest: parts of it were deleted by other means
+                shutil.rmtree(target)
+            with build_folder(target, lambda folder: (folder / MANIFEST).is_file()) as staging:
                 manifest = {"name": model} | build(staging)
                 (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-                _flush_to_disk(staging)
-                _publish(staging, target)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)  # absent if it became the target
     return target
 
 
-def _publish(staging: Path, target: Path) -> None:
-    staging.chmod(0o755)  # mkdtemp makes it private
-    try:
-        staging.rename(target)
-    except OSError as error:
-        if not (target / MANIFEST).is_file():  # else another pull was faster, and its folder is equal
-            raise error
-
-
-def _remove_leftovers(models: Path, target: Path, alone: bool) -> None:
-    """Remove folders of dead pulls: with the lock held, every staging folder of this model; without locks, old ones."""
-    for folder in models.glob(_prefix(target) + "*"):
-        if alone or time.time() - folder.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
-    if target.exists() and not (target / MANIFEST).is_file():  # no manifest: parts of it were deleted by other means
-        shutil.rmtree(target)
-
-
-def _prefix(target: Path) -> str:
-    return f".partial-{target.name}-"
-
-
 @contextlib.contextmanager
-def _lock(path: Path, model: str, progress: Progress) -> Iterator[bool]:
-    """Yields whether this is the only pull of the model. The system frees the lock when the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield False
-        return
+def _alone(path: Path, model: str, progress: PullProgress) -> Iterator[None]:
+    """Wait until no other process pulls the model. Where files cannot be locked, two pulls run side by side."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if lock_file(file) is Lock.HELD:
             progress(f"waiting for another pull of {model}", 0, None)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            yield False
-            return
-        yield True
+            lock_file(file, wait=True)
+        yield
 
 
 def _writable(home: Path) -> Path:
@@ -163,12 +125,8 @@ def _writable(home: Path) -> Path:
         raise _folder_error(error, home) from error
 
 
-@contextlib.contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _folder_error(error, folder) from error
+def _disk_errors(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return disk_errors(lambda error: _folder_error(error, folder))
 
 
 def _folder_error(error: OSError, folder: Path) -> CacheFolderError:
@@ -185,16 +143,8 @@ def require_space(folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _flush_to_disk(folder: Path) -> None:
-    """Before the rename: after a power cut the target is either absent or whole."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-
-
 def folder_bytes(folder: Path) -> int:
-    """The sum of the files' sizes; files that vanish meanwhile count as 0."""
+    """Sum the files' sizes; files that vanish meanwhile count as 0."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
