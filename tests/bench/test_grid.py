@@ -7,7 +7,7 @@ import pytest
 from paceline.bench.command import choose
 from paceline.bench.grid import concurrencies
 from paceline.bench.groups import check_enough, make_groups
-from paceline.cli.bench.command import choose_prompts
+from paceline.cli.bench.command import BenchOptions, choose_prompts
 from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
 
@@ -113,7 +113,7 @@ def test_a_run_that_cannot_end_in_a_figure_is_refused_before_it_begins() -> None
 
 def test_our_own_prompts_are_enough_for_16_at_once() -> None:
     for levels in ([1], [1, 4], [1, 4, 16]):
-        asked = choose_prompts(None, None, None, max(levels), quick=False, raw=False)
+        asked = choose_prompts(BenchOptions(), max(levels))
         check_enough(asked, levels, 64)
-    assert len(choose_prompts(None, None, None, 1, quick=True, raw=False)) == 25
-    assert all(len(prompt.turns) == 1 for prompt in choose_prompts(None, None, None, 1, quick=False, raw=True))
+    assert len(choose_prompts(BenchOptions(quick=True), 1)) == 25
+    assert all(len(prompt.turns) == 1 for prompt in choose_prompts(BenchOptions(raw=True), 1))

@@ -21,7 +21,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.app import app
-from paceline.cli.options import DEFAULT_MAX_TOKENS
+from paceline.cli.flags import DEFAULT_MAX_TOKENS
 from paceline.cli.output import Tally
 from paceline.outputs import SpeculationStats
 from tests.helpers.fake_llm import FakeLLM, Result, Screen, environment, start
@@ -128,7 +128,7 @@ def test_bytes_that_are_not_text_are_blamed_on_their_flag(paceline: Callable[...
 
 
 def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
-    flags = "-m folder --dtype float32 --device cpu --numerics fast --threads 2 --activations int8 "
+    flags = "-m folder --dtype float32 --device cpu --threads 2 --activations int8 "
     flags += "--kv-cache-dtype fp8 --max-model-len 50 --gpu-memory-fraction 0.5"
     paceline("generate", "hello", *flags.split())
     assert FakeLLM.created == [
@@ -136,7 +136,6 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
             "model": "folder",
             "dtype": "float32",
             "device": "cpu",
-            "numerics": "fast",
             "activations": "int8",
             "kv_dtype": "fp8",
             "threads": 2,
@@ -322,10 +321,10 @@ def test_bad_values_are_one_line_and_exit_code_1(arguments, field, paceline) -> 
 def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., Result]) -> None:
     elsewhere = paceline("serve", "--host", "nowhere.invalid")
     assert elsewhere.err.startswith("error: host: cannot listen on nowhere.invalid:8000: ")
-    for name in ("ü" * 100, "\udc80"):
-        unnamed = paceline("serve", "--host", name)
-        assert unnamed.err.startswith("error: host: cannot listen on '")
-        assert unnamed.err.endswith(": it is not the name of a host\n")
+    unnamed = paceline("serve", "--host", "ü" * 100)
+    assert unnamed.err.startswith("error: host: cannot listen on '")
+    assert unnamed.err.endswith(": it is not the name of a host\n")
+    assert paceline("serve", "--host", "\udc80").err == "error: host: is not UTF-8 text\n"
     for nothing in ("", " "):
         refused = paceline("serve", "--host", nothing)
         assert (refused.code, refused.err) == (1, "error: host: it is empty; to listen on every address give 0.0.0.0\n")

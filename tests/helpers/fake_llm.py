@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.cli.options import DEFAULT_MAX_TOKENS
+from paceline.cli.flags import DEFAULT_MAX_TOKENS
 from paceline.config import SpeculationConfig
 from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats, StreamChunk

@@ -15,13 +15,10 @@ import typer
 
 from paceline.bench.intervals import LOOP, loops
 from paceline.cli import flags
-from paceline.cli.flags import flag
+from paceline.cli.flags import RunOptions, flag
 from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt
-from paceline.cli.options import RunOptions
 from paceline.cli.output import Tally, method_words, print_json, rate_words
-from paceline.cli.speculation import speculation_arguments
 from paceline.config import AUTO, NONE
-from paceline.drafters.methods import METHODS
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -69,10 +66,8 @@ def demo(
         typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.", metavar="PROMPT"),
     ] = None,
     model: flags.ModelFlag = "smollm2",
-    method: Annotated[
-        str, flag("--method", help=f"What drafts: {', '.join((AUTO, *METHODS))}.", metavar="NAME")
-    ] = AUTO,
-    k: Annotated[str, flag("--k", help=f"Tokens drafted ahead; {AUTO} decides each step.", metavar=f"N|{AUTO}")] = AUTO,
+    method: flags.Method = AUTO,
+    k: flags.K = AUTO,
     draft_model: flags.DraftModel = None,
     max_tokens: Annotated[int, flag("--max-tokens", help="Answers end after this many tokens.")] = 160,
     threads: flags.Threads = None,
@@ -92,7 +87,7 @@ def demo(
         max_tokens=max_tokens,
     )
     options.sampling_params()  # refuses a wrong max_tokens before the model is loaded
-    arguments = speculation_arguments(options)
+    arguments = options.speculation_arguments()
     prompts = PROMPTS if prompt is None else {"yours": read_prompt(prompt)}
     try:
         rounds = show(load_llm(options, {**arguments, "prefix_caching": False}), prompts, max_tokens, as_json=json)

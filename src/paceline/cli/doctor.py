@@ -8,11 +8,10 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from paceline import __version__
+from paceline.cli.flags import Json
 from paceline.cli.output import human_bytes, one_line, print_json
 from paceline.errors import CacheFolderError, InvalidParameter
 from paceline.platform import cpu as machine
@@ -31,7 +30,7 @@ class Finding:
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: Json = False,
 ) -> int:
     """Show this machine, what will be used, and any problems."""
     report = examine()

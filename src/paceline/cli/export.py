@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.flags import Json
 from paceline.cli.output import print_json
 from paceline.training.names import FORMATS
 
@@ -19,7 +20,7 @@ def export(
         str | None,
         typer.Option("--model", "-m", help="The model it drafts for, where the folder needs it.", metavar="MODEL"),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """Write a drafter in the layout of vLLM and speculators."""
     from paceline.training.export import export as write

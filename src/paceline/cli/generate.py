@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import RunOptions, with_options
+from paceline.cli.flags import RunOptions, with_options
 from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
 from paceline.cli.progress import progress, prompt_progress
-from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidPrompt
 from paceline.outputs import StreamChunk
 
@@ -63,7 +62,7 @@ def generate(
     if not raw and not text.strip():
         raise InvalidPrompt("the prompt has nothing but white space: give some text, or --raw to continue it as it is")
     params = options.sampling_params(n=n)
-    drafting = speculation_arguments(options)
+    drafting = options.speculation_arguments()
     request: Request = text if raw else messages(options.system, text)
     tally = None
     try:
@@ -127,12 +126,7 @@ def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
 
         llm = LLM(
             options.model,
-            dtype=options.dtype,
-            device=options.device,
-            numerics=options.numerics,
-            activations=options.activations,
-            kv_dtype=options.kv_dtype,
-            threads=options.threads,
+            **options.load_options,
             max_model_len=options.max_model_len,
             gpu_memory_fraction=options.gpu_memory_fraction,
             progress=report,

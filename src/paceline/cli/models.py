@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.flags import Json
 from paceline.cli.output import human_bytes, print_json, print_note
 from paceline.cli.progress import progress
 
 
 def pull(
     name: Annotated[str, typer.Argument(help="Alias (smollm2) or hub id.", metavar="NAME")],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """Fetch a model into the cache."""
     from paceline.models.load import hub
@@ -26,7 +27,7 @@ def pull(
 
 
 def models(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """List the models in the cache."""
     from paceline.models.load import hub

@@ -6,12 +6,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.config import NONE
+from paceline.errors import InvalidParameter
 from paceline.outputs import CompletionOutput, Logprob, RequestOutput, SpeculationStats, StreamChunk
 
 if TYPE_CHECKING:
@@ -217,6 +220,46 @@ def _logprob(token: int, entry: Logprob) -> dict[str, Any]:
 
 def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)  # ASCII: valid whatever stdout's encoding is
+
+
+class Savable(Protocol):
+    """Results or advice, as JSON."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+Outcome = TypeVar("Outcome", bound=Savable)
+
+
+def print_and_save(
+    folder: Path,
+    outcome: Outcome,
+    show: Callable[[Outcome], None],
+    save: Callable[[Outcome, Path], SequenceOf[Path]],
+    *,
+    as_json: bool,
+) -> None:
+    """Print first: the figures must be seen even if the disk is full."""
+    if as_json:
+        print_json(outcome.to_json())
+    else:
+        show(outcome)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = save(outcome, folder)
+    except OSError as error:
+        raise InvalidParameter("out", f"the results could not be written to {folder}: {error.strerror}") from error
+    print_note(f"written to {folder}: {', '.join(file.name for file in files)}")
+
+
+def exit_code(stopped: BaseException | None, note: str) -> int:
+    """Return 0 for a whole run and 130 after Ctrl-C, with a note; raise any other reason to stop."""
+    if isinstance(stopped, KeyboardInterrupt):
+        print_note(note)
+        return 130
+    if stopped is not None:
+        raise stopped
+    return 0
 
 
 def print_note(text: str) -> None:

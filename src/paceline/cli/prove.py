@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from paceline.bench.grid import split
 from paceline.cli import flags
-from paceline.cli.flags import flag
+from paceline.cli.flags import ModelOptions, flag, with_options
 from paceline.cli.output import print_json, print_note
 from paceline.cli.progress import progress
 from paceline.config import AUTO
@@ -20,77 +21,64 @@ if TYPE_CHECKING:
 STYLES = {"pass": "green", "fail": "bold red", "not exercised": "yellow"}
 
 
-def prove(
-    model: flags.ModelFlag = "smollm2",
+@dataclass(frozen=True, kw_only=True)
+class ProveOptions(ModelOptions):
     methods: Annotated[
         str | None,
         flag("--methods", help="Methods to check, with commas between; unset: all that are loaded.", metavar="NAMES"),
-    ] = None,
-    draft_model: flags.DraftModel = None,
-    drafter: flags.Drafter = None,
+    ] = None
+    draft_model: flags.DraftModel = None
+    drafter: flags.Drafter = None
     prompts: Annotated[
         int | None, flag("--prompts", min=1, help="How many prompts to use; unset: 12, with --quick 4.", metavar="N")
-    ] = None,
-    quick: flags.Quick = False,
+    ] = None
+    quick: flags.Quick = False
     inject: Annotated[
         str | None,
         flag("--inject", help="Plant a fault that must be found: bias, rollback, bonus or coins.", metavar="NAME"),
-    ] = None,
-    seed: Annotated[
-        int, flag("--seed", min=0, help="Seed of the seeded requests and of the replays.", metavar="N")
-    ] = 0,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
-    activations: flags.Activations = "float32",
-    kv_dtype: flags.KVDtype = "auto",
-    numerics: Annotated[
-        str,
-        flag("--numerics", help="exact, or fast: near-ties that fall differently are then reported.", metavar="NAME"),
-    ] = "exact",
-    threads: flags.Threads = None,
-    json: flags.Json = False,
-) -> int:
+    ] = None
+    seed: Annotated[int, flag("--seed", min=0, help="Seed of the seeded requests and of the replays.", metavar="N")] = 0
+    json: flags.Json = False
+
+
+@with_options
+def prove(*, options: ProveOptions) -> int:
     """Check that drafting does not change the model's output."""
-    names = split(methods or "")
+    names = split(options.methods or "")
     for name in names:
         if name not in METHODS:  # before the model is loaded
             raise InvalidParameter("methods", unknown_method(name, list(METHODS)))
-    with progress(plain=False) as report:
-        if report is not None:
-            report(f"loading {model}", 0, None)
+    with progress(plain=False) as display:
+        if display is not None:
+            display(f"loading {options.model}", 0, None)
         from paceline.llm import LLM
         from paceline.prove import inject as faults
         from paceline.prove.prover import prove as run
 
-        faults.check(inject)
+        faults.check(options.inject)
         llm = LLM(
-            model,
-            dtype=dtype,
-            device=device,
-            numerics=numerics,
-            activations=activations,
-            kv_dtype=kv_dtype,
-            threads=threads,
+            options.model,
+            **options.load_options,
             method=AUTO,
-            draft_model=draft_model,
-            drafter=drafter,
+            draft_model=options.draft_model,
+            drafter=options.drafter,
             prefix_caching=False,
-            progress=report,
+            progress=display,
         )
-        outcome = run(
+        report = run(
             llm,
             methods=names,
-            num_prompts=prompts,
-            quick=quick,
-            seed=seed,
-            fault=inject,
-            on_row=lambda name: report(f"proving {name}", 0, None) if report is not None else None,
+            num_prompts=options.prompts,
+            quick=options.quick,
+            seed=options.seed,
+            fault=options.inject,
+            on_row=lambda name: display(f"proving {name}", 0, None) if display is not None else None,
         )
-    if json:
-        print_json(outcome.as_dict())
+    if options.json:
+        print_json(report.as_dict())
     else:
-        print_report(outcome, llm)
-    return 0 if outcome.passed else 1
+        print_report(report, llm)
+    return 0 if report.passed else 1
 
 
 def print_report(report: Report, llm: LLM) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.flags import Json
 from paceline.cli.output import human_bytes, print_json
 from paceline.cli.progress import progress
 
@@ -20,7 +21,7 @@ def quantize(
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="Prompts to measure on; unset: the packaged ones.", metavar="FILE")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """Round a model's weights to fewer bits, and measure what that changes.
 

@@ -8,94 +8,81 @@ import os
 import signal
 import socket
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import REQUEST_FIELDS, RunOptions, with_options
+from paceline.cli.flags import EngineOptions, with_options
 from paceline.cli.output import print_note
-from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidParameter, PacelineError, short_repr
 
 if TYPE_CHECKING:
     from paceline.server.state import ServerSettings
 
 KEY_VARIABLE = "PACELINE_API_KEY"
-MODEL_OPTIONS = ("dtype", "device", "threads", "numerics", "activations", "kv_dtype")
+ENGINE_OPTIONS = (
+    *("max_model_len", "gpu_memory_fraction", "max_num_seqs", "max_num_batched_tokens", "max_waiting"),
+    "kv_cache_bytes",
+)
 _flag = functools.partial(typer.Option, rich_help_panel="Server")
 
 
-def serve(
-    host: Annotated[str, _flag(help="Address to listen on; 0.0.0.0 is open to the network.")] = "127.0.0.1",
-    port: Annotated[int, _flag(help="Port to listen on; 0 picks a free one.", min=0, max=65535, metavar="N")] = 8000,
-    served_model_name: Annotated[str | None, _flag(help="The model's name in the API.", metavar="NAME")] = None,
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(EngineOptions):
+    host: Annotated[str, _flag(help="Address to listen on; 0.0.0.0 is open to the network.")] = "127.0.0.1"
+    port: Annotated[int, _flag(help="Port to listen on; 0 picks a free one.", min=0, max=65535, metavar="N")] = 8000
+    served_model_name: Annotated[str | None, _flag(help="The model's name in the API.", metavar="NAME")] = None
     api_key_file: Annotated[
         Path | None, _flag(help=f"Keys that clients must send, one a line; or set {KEY_VARIABLE}.", metavar="FILE")
-    ] = None,
-    max_num_seqs: Annotated[int, _flag(help="Most sequences that share a step.", min=1, metavar="N")] = 64,
-    max_num_batched_tokens: Annotated[int, _flag(help="Most tokens of one pass.", min=1, metavar="N")] = 512,
+    ] = None
+    max_num_seqs: Annotated[int, _flag(help="Most sequences that share a step.", min=1, metavar="N")] = 64
+    max_num_batched_tokens: Annotated[int, _flag(help="Most tokens of one pass.", min=1, metavar="N")] = 512
     max_waiting: Annotated[
         int, _flag(help="Requests that may wait; more are refused with 429.", min=1, metavar="N")
-    ] = 256,
+    ] = 256
     kv_cache_bytes: Annotated[
         int | None, _flag(help="Memory for keys and values; unset: decided at the start.", metavar="BYTES")
-    ] = None,
-    max_body_bytes: Annotated[int, _flag(help="Largest body of a request, in bytes.", min=1024, metavar="N")] = 4 << 20,
-    request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001, metavar="SECONDS")] = 600.0,
+    ] = None
+    max_body_bytes: Annotated[int, _flag(help="Largest body of a request, in bytes.", min=1024, metavar="N")] = 4 << 20
+    request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001, metavar="SECONDS")] = 600.0
     grace: Annotated[
         float, _flag(help="Seconds for running requests to finish at a stop.", min=0, metavar="SECONDS")
-    ] = 10.0,
+    ] = 10.0
     cors_origin: Annotated[
         list[str] | None, _flag(help="Allow pages of this origin; repeatable.", metavar="ORIGIN")
-    ] = None,
+    ] = None
     capture: Annotated[
         Path | None,
         _flag(help="Append every prompt and answer to this file, for `train --data`. Tell the users.", metavar="FILE"),
-    ] = None,
-    log_json: Annotated[bool, _flag("--log-json", help="Write logs as JSON, one object a line.")] = False,
+    ] = None
+    log_json: Annotated[bool, _flag("--log-json", help="Write logs as JSON, one object a line.")] = False
     replicas: Annotated[
         int | None,
         _flag(help="Engines behind one address on this machine, by Ray; needs the extra ray.", min=1, metavar="N"),
-    ] = None,
+    ] = None
     max_replicas: Annotated[
         int | None,
         _flag(help="Start up to this many where the load asks for it; needs --replicas.", min=1, metavar="N"),
-    ] = None,
-    *,
-    options: RunOptions,
-) -> int:
+    ] = None
+
+
+@with_options
+def serve(*, options: ServeOptions) -> int:
     """Serve a model at an OpenAI-compatible endpoint."""
-    keys = read_keys(api_key_file)
-    if max_replicas is not None and replicas is None:
+    keys = read_keys(options.api_key_file)
+    if options.max_replicas is not None and options.replicas is None:
         raise InvalidParameter("max-replicas", "needs --replicas, the number to start with")
-    settings = server_settings(
-        options,
-        {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_waiting": max_waiting,
-            "kv_cache_bytes": kv_cache_bytes,
-        },
-        served_name=served_model_name,
-        api_keys=keys,
-        max_body_bytes=max_body_bytes,
-        request_limit_s=request_limit,
-        grace_s=grace,
-        cors_origins=tuple(cors_origin or ()),
-        capture=capture,
-    )
-    listener = listen(host, port)
-    if host not in ("127.0.0.1", "localhost", "::1") and not keys:
-        print_note(f"listening on {host} without an API key: every machine that reaches it can use it")
-    if replicas is not None:
-        return serve_replicas(settings, listener, replicas, max_replicas, log_json=log_json)
+    settings = server_settings(options, keys)
+    listener = listen(options.host, options.port)
+    if options.host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        print_note(f"listening on {options.host} without an API key: every machine that reaches it can use it")
+    if options.replicas is not None:
+        return serve_replicas(settings, listener, options.replicas, options.max_replicas, log_json=options.log_json)
     from paceline.server.run import run
 
-    return run(settings, listener, log_json=log_json)
-
-
-serve = with_options(serve, without=REQUEST_FIELDS)
+    return run(settings, listener, log_json=options.log_json)
 
 
 def serve_replicas(
@@ -123,28 +110,25 @@ def serve_replicas(
     return 0
 
 
-def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) -> ServerSettings:
-    from paceline.config import EngineConfig, SpeculationConfig
-    from paceline.drafters.speculative_config import read
+def server_settings(options: ServeOptions, keys: tuple[str, ...]) -> ServerSettings:
+    from paceline.config import EngineConfig
 
-    drafting = speculation_arguments(options)
-    config = drafting.pop("speculative_config")
-    speculation = SpeculationConfig(**drafting)
+    speculation = options.speculation_config()
     try:
         from paceline.server.process.engine_process import EngineSettings
         from paceline.server.state import ServerSettings
     except ImportError as error:
         raise PacelineError(f"serving needs more packages ({error.name}); pip install 'paceline[serve]'") from error
+    config = EngineConfig(**{name: getattr(options, name) for name in ENGINE_OPTIONS})
     return ServerSettings(
-        engine=EngineSettings(
-            options.model,
-            {name: getattr(options, name) for name in MODEL_OPTIONS},
-            EngineConfig(
-                max_model_len=options.max_model_len, gpu_memory_fraction=options.gpu_memory_fraction, **engine
-            ),
-            speculation if config is None else read(config, speculation),
-        ),
-        **server,
+        engine=EngineSettings(options.model, options.load_options, config, speculation),
+        served_name=options.served_model_name,
+        api_keys=keys,
+        max_body_bytes=options.max_body_bytes,
+        request_limit_s=options.request_limit,
+        grace_s=options.grace,
+        cors_origins=tuple(options.cors_origin or ()),
+        capture=options.capture,
     )
 
 

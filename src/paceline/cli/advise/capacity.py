@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.bench.prompts import from_file, shipped
 from paceline.cli.output import human_bytes, print_json, print_note
@@ -12,67 +11,56 @@ from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from paceline.advisor.traffic import Capacity, Traffic
+    from paceline.advisor.traffic import Capacity, Curve, Seats, Traffic
+    from paceline.cli.advise.command import AdviseOptions
 
 SECONDS, QUICK_SECONDS = 20.0, 4.0  # of each point of the load curve
 AT_ONCE, QUICK_AT_ONCE = 64, 16
 PLAIN = "plain decoding"
 
 
-def check(text: str, price: float | None, given: dict[str, Any]) -> Traffic:
-    """Before anything is loaded. `given`: flags of the other advice, which have no meaning here."""
-    from paceline.advisor.traffic import Traffic
+def advise_capacity(options: AdviseOptions) -> int:
+    from paceline.advisor.traffic import Capacity, Traffic
 
-    for name, value in given.items():
-        if value:
-            raise InvalidParameter(name, "has no meaning with --traffic; leave it out")
-    if price is not None and not price > 0:
-        raise InvalidParameter("price", f"must be above 0, got {price:g}")
-    return Traffic.parse(text)
+    for name in ("concurrency", "max_tokens", "seed", "out"):
+        if getattr(options, name):
+            raise InvalidParameter(name.replace("_", "-"), "has no meaning with --traffic; leave it out")
+    if options.price is not None and not options.price > 0:
+        raise InvalidParameter("price", f"must be above 0, got {options.price:g}")
+    traffic = Traffic.parse(options.traffic or "")
+    curves, seats = measure(options, traffic)
+    capacity = Capacity(traffic, curves, seats, options.price)
+    if options.json:
+        print_json(capacity.to_json())
+    else:
+        show(capacity)
+    return 0
 
 
-def advise_traffic(
-    model: str,
-    traffic: Traffic,
-    *,
-    price: float | None,
-    prompts: Path | None,
-    draft_models: list[str],
-    temperature: float,
-    quick: bool,
-    raw: bool,
-    as_json: bool,
-    options: dict[str, Any],
-) -> int:
-    asked = from_file(prompts) if prompts is not None else shipped()
-    speculation = SpeculationConfig(method=AUTO, draft_model=tuple(draft_models))
+def measure(options: AdviseOptions, traffic: Traffic) -> tuple[dict[str, Curve], Seats]:
+    prompts = from_file(options.prompts) if options.prompts is not None else shipped()
+    speculation = SpeculationConfig(method=AUTO, draft_model=tuple(options.draft_model or ()))
     with live() as bar:
         bar.stage("starting")
+        from paceline.advisor import traffic as load_curve
         from paceline.advisor.seats import build_pair
-        from paceline.advisor.traffic import Capacity, Driver, measure, prompts_of
         from paceline.build import load
 
-        target = load(model, progress=bar.load, **options)
-        at_once = QUICK_AT_ONCE if quick else AT_ONCE
+        target = load(options.model, progress=bar.load, **options.load_options)
         plain, drafting, seats = build_pair(target, speculation, traffic, EngineConfig(max_num_seqs=AT_ONCE))
         tokenizer = target.loaded.tokenizer
-        talks = [prompt.messages([]) for prompt in asked]
+        talks = [prompt.messages([]) for prompt in prompts]
         texts = [
-            tokenizer.encode(str(talk[-1]["content"])) if raw else tokenizer.apply_chat_template(talk) for talk in talks
+            tokenizer.encode(str(talk[-1]["content"])) if options.raw else tokenizer.apply_chat_template(talk)
+            for talk in talks
         ]
         texts = [text for text in texts if text]
         drivers = {
-            label: Driver(engine, prompts_of(texts, traffic.prompt), traffic, temperature)
+            label: load_curve.Driver(engine, load_curve.prompts_of(texts, traffic.prompt), traffic, options.temperature)
             for label, engine in ((PLAIN, plain), (AUTO, drafting))
         }
-        seconds = QUICK_SECONDS if quick else SECONDS
-        curves = measure(drivers, traffic, at_once=at_once, seconds=seconds, on_progress=bar.work)
-    found = Capacity(traffic, curves, seats, price)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        show(found)
-    return 0
+        at_once, seconds = (QUICK_AT_ONCE, QUICK_SECONDS) if options.quick else (AT_ONCE, SECONDS)
+        return load_curve.measure(drivers, traffic, at_once=at_once, seconds=seconds, on_progress=bar.work), seats
 
 
 def show(found: Capacity) -> None:

@@ -6,18 +6,17 @@ printed and written, with a list of what is missing.
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from paceline.advisor.advice import FILES, Advice
 from paceline.advisor.halves import check_halves, halves
 from paceline.bench.grid import concurrencies
-from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
+from paceline.bench.prompts import Prompt, from_file, shipped
 from paceline.bench.runner import Plan
-from paceline.cli import flags
-from paceline.cli.bench.command import MAX_TOKENS, QUICK_MAX_TOKENS, check_sampling, choose_folder, settings_of
-from paceline.cli.flags import flag
-from paceline.cli.output import print_json, print_note
+from paceline.cli.bench.command import choose_folder, packaged_workloads, plan_of, settings_of
+from paceline.cli.flags import MeasureOptions, Model, flag, with_options
+from paceline.cli.output import exit_code, print_and_save, print_note
 from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
 
@@ -25,16 +24,13 @@ CONCURRENCY, QUICK_CONCURRENCY = "1,4,16", "1,4"
 PER_WORKLOAD, QUICK_PROMPTS = 6, 40
 
 
-def advise(
-    model: flags.Model = "smollm2",
-    prompts: flags.Prompts = None,
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions(MeasureOptions):
+    model: Model = "smollm2"
     concurrency: Annotated[
         str | None,
         flag("--concurrency", help=f"Numbers of requests at once to measure; unset: {CONCURRENCY}.", metavar="N,N"),
-    ] = None,
-    draft_model: flags.DraftModel = None,
-    max_tokens: flags.MaxTokens = None,
-    temperature: flags.Temperature = 0.0,
+    ] = None
     traffic: Annotated[
         str | None,
         flag(
@@ -43,71 +39,50 @@ def advise(
             "prompt=200 and answer=100 (tokens), ttft=1 and inter_token=0.1 (limits of p99, in seconds).",
             metavar="NAME=N,...",
         ),
-    ] = None,
-    price: Annotated[float | None, flag("--price", help="Price of a machine for an hour; needs --traffic.")] = None,
-    seed: Annotated[int, flag("--seed", help="Seed of the order of the prompts and of sampling.")] = 0,
-    out: flags.Out = None,
-    quick: flags.Quick = False,
-    raw: flags.Raw = False,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
-    threads: flags.Threads = None,
-    json: flags.Json = False,
-) -> int:
+    ] = None
+    price: Annotated[float | None, flag("--price", help="Price of a machine for an hour; needs --traffic.")] = None
+    seed: Annotated[int, flag("--seed", help="Seed of the order of the prompts and of sampling.")] = 0
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "device": self.device, "threads": self.threads}
+
+
+@with_options
+def advise(*, options: AdviseOptions) -> int:
     """Find out whether drafting pays here, with which method and k: chosen on half the prompts, checked on the rest."""
-    options = {"dtype": dtype, "device": device, "threads": threads}
-    if traffic is not None:
-        from paceline.cli.advise.capacity import advise_traffic, check
+    if options.traffic is not None:
+        from paceline.cli.advise.capacity import advise_capacity
 
-        others = {"concurrency": concurrency, "max-tokens": max_tokens, "seed": seed, "out": out}
-        wanted = check(traffic, price, others)
-        return advise_traffic(
-            model,
-            wanted,
-            price=price,
-            prompts=prompts,
-            draft_models=draft_model or [],
-            temperature=temperature,
-            quick=quick,
-            raw=raw,
-            as_json=json,
-            options=options,
-        )
-    if price is not None:
+        return advise_capacity(options)
+    if options.price is not None:
         raise InvalidParameter("price", "has no meaning without --traffic; leave it out")
-    levels = sorted(concurrencies(concurrency or (QUICK_CONCURRENCY if quick else CONCURRENCY)))
-    if max_tokens is None:
-        max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
-    check_sampling(temperature, str(seed), max_tokens)
-    plan = Plan(concurrencies=levels, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    asked = choose_prompts(prompts, quick=quick, raw=raw, most=max(levels))
-    check_halves(halves(asked), levels, max_tokens)
-    folder = choose_folder(out, model, "paceline-advice", FILES)
-    settings = {**settings_of(plan, prompts, asked), "draft_models": draft_model or [], "quick": quick}
-    advice, stopped = run(model, {"raw": raw, **options}, asked, plan, settings)
-    finish(advice, folder, as_json=json)
-    if isinstance(stopped, KeyboardInterrupt):
-        print_note(f"interrupted; missing: {', '.join(advice.missing)}")
-        return 130
-    if stopped is not None:
-        raise stopped
-    return 0
+    levels = sorted(concurrencies(options.concurrency or (QUICK_CONCURRENCY if options.quick else CONCURRENCY)))
+    plan = plan_of(options, levels, str(options.seed))
+    prompts = choose_prompts(options, max(levels))
+    check_halves(halves(prompts), levels, plan.max_tokens)
+    folder = choose_folder(options.out, options.model, "paceline-advice", FILES)
+    advice, stopped = run(options, prompts, plan)
+    print_and_save(folder, advice, print_advice, Advice.save, as_json=options.json)
+    return exit_code(stopped, f"interrupted; missing: {', '.join(advice.missing)}")
 
 
-def run(
-    name: str, options: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
-) -> tuple[Advice, BaseException | None]:
+def run(options: AdviseOptions, prompts: list[Prompt], plan: Plan) -> tuple[Advice, BaseException | None]:
+    """Raise what keeps the run from any finding; a later reason to stop is returned beside the advice."""
+    quick, draft_models = options.quick, options.draft_model or []
+    settings = {**settings_of(plan, options.prompts, prompts), "draft_models": draft_models, "quick": quick}
     with live() as bar:
         bar.stage("starting")
         from paceline.advisor.advise import LENGTHS, QUICK_LENGTHS, Advisor
         from paceline.advisor.machine import Machine
 
-        subject = Machine(name, draft_models=settings["draft_models"], progress=bar.load, **options)
+        subject = Machine(
+            options.model, draft_models=draft_models, progress=bar.load, raw=options.raw, **options.load_options
+        )
         for draft_model, why in subject.refused.items():
             print_note(f"going on without {draft_model}: {why}")
         subject.check(prompts, plan.max_tokens)
-        advice = Advice(model=name, settings=settings, where=subject.where(), refused=subject.refused)
-        quick = settings["quick"]
+        advice = Advice(model=options.model, settings=settings, where=subject.where(), refused=subject.refused)
         lengths = QUICK_LENGTHS if quick else LENGTHS
         stopped = Advisor(subject, prompts, plan, advice, bar.work, lengths, rival=not quick).run()
     if stopped is not None and (advice.cost is None or isinstance(stopped, InvalidParameter)):
@@ -120,29 +95,17 @@ def run(
 # -- what can be refused before anything is loaded
 
 
-def choose_prompts(file: Path | None, *, quick: bool, raw: bool, most: int) -> list[Prompt]:
-    """The user's prompts, or the package's; a quick run takes as many as the halves need, spread over the file."""
-    if file is not None:
-        prompts = from_file(file)
-        return prompts[:: max(len(prompts) // max(QUICK_PROMPTS, 2 * most), 1)] if quick else prompts
-    names = [name for name in (QUICK_WORKLOADS if quick else WORKLOADS) if not (raw and name == "multi-turn")]
-    wanted = QUICK_PROMPTS if quick else PER_WORKLOAD * len(names)
-    return shipped(names, -(-max(wanted, 2 * most) // len(names)))
+def choose_prompts(options: AdviseOptions, most: int) -> list[Prompt]:
+    """Read the user's prompts, or choose packaged ones; a quick run takes every n-th prompt of a large file."""
+    if options.prompts is not None:
+        prompts = from_file(options.prompts)
+        return prompts[:: max(len(prompts) // max(QUICK_PROMPTS, 2 * most), 1)] if options.quick else prompts
+    names = packaged_workloads(options)
+    needed = QUICK_PROMPTS if options.quick else PER_WORKLOAD * len(names)
+    return shipped(names, -(-max(needed, 2 * most) // len(names)))
 
 
-# -- what comes out
+def print_advice(advice: Advice) -> None:
+    from paceline.cli.advise import words  # rich takes a while
 
-
-def finish(advice: Advice, folder: Path, *, as_json: bool) -> None:
-    """Print first: the advice must be seen even if the disk is full."""
-    from paceline.cli.advise.words import print_advice
-
-    if as_json:
-        print_json(advice.to_json())
-    else:
-        print_advice(advice)
-    try:
-        written = advice.save(folder)
-    except OSError as error:
-        raise InvalidParameter("out", f"the advice could not be written to {folder}: {error.strerror}") from error
-    print_note(f"written to {folder}: {', '.join(path.name for path in written)}")
+    words.print_advice(advice)

@@ -19,13 +19,12 @@ from paceline.cli.batch.result_file import ResultFile
 from paceline.cli.generate import load_llm, remark_on_seed
 from paceline.cli.output import Interrupted, drafting_words, print_json, print_json_error, print_note, rate_words
 from paceline.cli.progress import Bar, Lines, live
-from paceline.cli.speculation import speculation_arguments
 from paceline.config import EngineConfig
 from paceline.errors import EngineClosed, EngineDied, PacelineError
 from paceline.outputs import RequestOutput, SpeculationStats
 
 if TYPE_CHECKING:
-    from paceline.cli.options import RunOptions
+    from paceline.cli.flags import RunOptions
     from paceline.llm import LLM
 
 # More requests than the engine has rows: one waits for every row that becomes free.
@@ -53,7 +52,7 @@ class Summary:
 
 def answer_prompts(prompts: Path, out: Path, *, raw: bool, n: int, options: RunOptions) -> int:
     params = options.sampling_params(n=n)
-    drafting = speculation_arguments(options)
+    drafting = options.speculation_arguments()
     lines = read_lines(prompts, target=options.target, system=options.system, raw=raw, params=params)
     with ResultFile(out, [line.id for line in lines]) as results:
         left = [line for line in lines if line.id not in results.done]

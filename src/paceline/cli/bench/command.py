@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +21,8 @@ import typer
 from paceline.bench.grid import concurrencies, split
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.bench.runner import Plan
-from paceline.cli import flags
-from paceline.cli.flags import flag
-from paceline.cli.output import print_json, print_note
+from paceline.cli.flags import Drafter, MeasureOptions, flag, with_options
+from paceline.cli.output import exit_code, print_and_save, print_json
 from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
 
@@ -31,34 +31,33 @@ if TYPE_CHECKING:
 
 PER_WORKLOAD = 5
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
-ENGINE = ("draft_model", "drafter", "dtype", "device", "threads", "raw")
-OURS = ("methods", "k", *ENGINE)  # flags that shape our own engines
-THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags for servers
+FOR_ENGINES = ("methods", "k", "draft_model", "drafter", "dtype", "device", "threads", "raw")
+FOR_SERVERS = ("baseline_endpoint", "api_key", "timeout", "no_counters")
 FILES = ("results.json", "report.html")
 Text = str | None
 
 
-def bench(
-    context: typer.Context,
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(MeasureOptions):
     model: Annotated[
         Text,
         typer.Argument(help="Alias, folder, .gguf file or hub id; with --endpoint: its name there.", metavar="MODEL"),
-    ] = None,
+    ] = None
     methods: Annotated[
         Text,
         flag("--methods", help="Methods to measure, with commas between; plain decoding always runs.", metavar="NAMES"),
-    ] = None,
+    ] = None
     k: Annotated[
         Text, flag("--k", help="Numbers of tokens drafted ahead, each measured by itself.", metavar="N,N|auto")
-    ] = None,
+    ] = None
+    drafter: Drafter = None
     concurrency: Annotated[
         str, flag("--concurrency", help="Numbers of requests at once, each measured by itself.", metavar="N,N")
-    ] = "1",
-    prompts: flags.Prompts = None,
+    ] = "1"
     workloads: Annotated[
         Text,
         flag("--workloads", help=f"Use only some of {', '.join(WORKLOADS)}, or of those in FILE.", metavar="NAMES"),
-    ] = None,
+    ] = None
     per_workload: Annotated[
         int | None,
         flag(
@@ -67,9 +66,7 @@ def bench(
             min=1,
             metavar="N",
         ),
-    ] = None,
-    max_tokens: flags.MaxTokens = None,
-    temperature: flags.Temperature = 0.0,
+    ] = None
     seed: Annotated[
         str,
         flag(
@@ -77,56 +74,40 @@ def bench(
             help="Seed of the order of the prompts and of sampling; none: sampling is unseeded.",
             metavar="N|none",
         ),
-    ] = "0",
-    out: flags.Out = None,
-    quick: flags.Quick = False,
-    raw: flags.Raw = False,
-    draft_model: flags.DraftModel = None,
-    drafter: flags.Drafter = None,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
-    threads: flags.Threads = None,
-    endpoint: Annotated[Text, flag("--endpoint", help="Measure this OpenAI-compatible server.", metavar="URL")] = None,
+    ] = "0"
+    endpoint: Annotated[Text, flag("--endpoint", help="Measure this OpenAI-compatible server.", metavar="URL")] = None
     baseline_endpoint: Annotated[
         Text, flag("--baseline-endpoint", help="The same server without speculation, to compare with.", metavar="URL")
-    ] = None,
-    api_key: Annotated[
-        Text, flag("--api-key", help="Key of the server.", metavar="KEY", envvar="OPENAI_API_KEY")
-    ] = None,
-    timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.")] = 300.0,
+    ] = None
+    api_key: Annotated[Text, flag("--api-key", help="Key of the server.", metavar="KEY", envvar="OPENAI_API_KEY")] = (
+        None
+    )
+    timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.")] = 300.0
     no_counters: Annotated[
         bool, flag("--no-counters", help="Do not read the server's /metrics: others use it too.")
-    ] = False,
+    ] = False
     compare: Annotated[
         tuple[Path, Path] | None, flag("--compare", help="Measure nothing: compare two results.json.", metavar="A B")
-    ] = None,
-    json: flags.Json = False,
-) -> int:
+    ] = None
+
+
+@with_options
+def bench(context: typer.Context, *, options: BenchOptions) -> int:
     """Measure what drafting gives: speed-up over plain decoding with its interval, acceptance, latency."""
-    if compare:
-        return compare_results(context, *compare)
-    given = context.params
-    refuse_idle_flags(context, OURS if endpoint else THEIRS, "our own engines" if endpoint else "servers")
-    levels = concurrencies(concurrency)
-    if max_tokens is None:
-        max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
-    plan = Plan(
-        concurrencies=levels,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=check_sampling(temperature, seed, max_tokens),
-    )
-    asked = choose_prompts(prompts, workloads, per_workload, max(levels), quick=quick, raw=raw)
-    folder = choose_folder(out, model or ("endpoint" if endpoint else "smollm2"))
-    settings = {**settings_of(plan, prompts, asked), "command": command_of(context)}
-    results, stopped = (bench_endpoint if endpoint else bench_engines)(given, asked, plan, settings)
-    finish(results, folder, as_json=json)
-    if isinstance(stopped, KeyboardInterrupt):
-        print_note("interrupted: the figures are of what was measured until then")
-        return 130
-    if stopped is not None:
-        raise stopped
-    return 0 if says_something(results) else 1
+    if options.compare:
+        return compare_results(context, options.compare, as_json=options.json)
+    if options.endpoint is None:
+        refuse_idle_flags(context, FOR_SERVERS, "servers")
+    else:
+        refuse_idle_flags(context, FOR_ENGINES, "our own engines")
+    plan = plan_of(options, concurrencies(options.concurrency), options.seed)
+    prompts = choose_prompts(options, max(plan.concurrencies))
+    folder = choose_folder(options.out, options.model or ("endpoint" if options.endpoint else "smollm2"))
+    settings = {**settings_of(plan, options.prompts, prompts), "command": command_of(context)}
+    results, stopped = (bench_endpoint if options.endpoint else bench_engines)(options, prompts, plan, settings)
+    print_and_save(folder, results, print_results, save_results, as_json=options.json)
+    code = exit_code(stopped, "interrupted: the figures are of what was measured until then")
+    return code or (0 if says_something(results) else 1)
 
 
 def command_of(context: typer.Context) -> str:
@@ -147,18 +128,34 @@ def _given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def compare_results(context: typer.Context, *paths: Path) -> int:
+def compare_results(context: typer.Context, paths: tuple[Path, Path], *, as_json: bool) -> int:
     from paceline.bench.results import Results
     from paceline.cli.bench.tables import compared, print_comparison
 
-    idle = [name for name in context.params if name not in ("compare", "json")]
-    refuse_idle_flags(context, idle, "runs that measure")
+    refuse_idle_flags(
+        context, [name for name in context.params if name not in ("compare", "json")], "runs that measure"
+    )
     one, other = (Results.load(path / FILES[0] if path.is_dir() else path) for path in paths)
-    if context.params["json"]:
+    if as_json:
         print_json({"cells": compared(one, other)})
     else:
         print_comparison(one, other)
     return 0
+
+
+def plan_of(options: MeasureOptions, levels: Sequence[int], seed: str) -> Plan:
+    """`levels`: concurrencies; `seed`: a number, or none."""
+    from paceline.sampling_params import SamplingParams
+
+    max_tokens = options.max_tokens
+    if max_tokens is None:
+        max_tokens = QUICK_MAX_TOKENS if options.quick else MAX_TOKENS
+    try:
+        number = None if seed == "none" else int(seed)
+    except ValueError:
+        raise InvalidParameter("seed", f"must be a whole number, or none; got {seed!r}") from None
+    SamplingParams(temperature=options.temperature, seed=number, max_tokens=max_tokens)  # refuses wrong values
+    return Plan(concurrencies=levels, max_tokens=max_tokens, temperature=options.temperature, seed=number)
 
 
 def settings_of(plan: Plan, file: Path | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -168,37 +165,38 @@ def settings_of(plan: Plan, file: Path | None, prompts: Sequence[Prompt]) -> dic
 
 
 def bench_engines(
-    given: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
+    options: BenchOptions, prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     with live() as bar:
         bar.stage("starting")
         from paceline.bench.command import run
 
-        options = {name: given[name] for name in OURS}
-        model = given["model"] or "smollm2"
-        return run(model, prompts, plan, settings, on_load=bar.load, on_progress=bar.work, **options)
+        engine = {name: getattr(options, name) for name in FOR_ENGINES}
+        model = options.model or "smollm2"
+        return run(model, prompts, plan, settings, on_load=bar.load, on_progress=bar.work, **engine)
 
 
 def bench_endpoint(
-    given: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
+    options: BenchOptions, prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     from paceline.bench.endpoint import measure
     from paceline.bench.groups import check_enough
 
-    if given["baseline_endpoint"] is not None:
+    assert options.endpoint is not None
+    if options.baseline_endpoint is not None:
         check_enough(prompts, plan.concurrencies, plan.max_tokens)
     with live() as bar:
         bar.stage("connecting")
         return measure(
-            given["endpoint"],
+            options.endpoint,
             prompts,
             plan,
             settings,
-            model=given["model"],
-            api_key=given["api_key"],
-            timeout_s=given["timeout"],
-            baseline_url=given["baseline_endpoint"],
-            counters=not given["no_counters"],
+            model=options.model,
+            api_key=options.api_key,
+            timeout_s=options.timeout,
+            baseline_url=options.baseline_endpoint,
+            counters=not options.no_counters,
             on_progress=bar.work,
         )
 
@@ -206,34 +204,24 @@ def bench_endpoint(
 # -- what can be refused before anything is loaded
 
 
-def check_sampling(temperature: float, seed: str, max_tokens: int) -> int | None:
-    """The seed as a number, or None for requests without one."""
-    from paceline.sampling_params import SamplingParams
-
-    try:
-        number = None if seed == "none" else int(seed)
-    except ValueError:
-        raise InvalidParameter("seed", f"must be a whole number, or none; got {seed!r}") from None
-    SamplingParams(temperature=temperature, seed=number, max_tokens=max_tokens)
-    return number
-
-
-def choose_prompts(
-    file: Path | None, names: str | None, per_workload: int | None, most: int, *, quick: bool, raw: bool
-) -> list[Prompt]:
-    """The user's, or ours: as many as figures at the highest concurrency take."""
+def choose_prompts(options: BenchOptions, most: int) -> list[Prompt]:
+    """Read the user's prompts, or choose packaged ones: enough for figures at `most` requests at once."""
     from paceline.bench.intervals import MIN_PAIRS
 
-    wanted = None if names is None else split(names)
-    if wanted is not None and not wanted:
+    names = None if options.workloads is None else split(options.workloads)
+    if names is not None and not names:
         raise InvalidParameter("workloads", f"is empty; choose from {', '.join(WORKLOADS)}")
-    if file is not None:
-        return from_file(file, wanted, per_workload or (PER_WORKLOAD if quick else None))
-    if wanted is None:
-        wanted = [name for name in (QUICK_WORKLOADS if quick else WORKLOADS) if not (raw and name == "multi-turn")]
-    if per_workload is None:
-        per_workload = max(PER_WORKLOAD, -(-most * MIN_PAIRS // len(wanted)))
-    return shipped(wanted, per_workload)
+    each = options.per_workload
+    if options.prompts is not None:
+        return from_file(options.prompts, names, each or (PER_WORKLOAD if options.quick else None))
+    names = names or packaged_workloads(options)
+    return shipped(names, each or max(PER_WORKLOAD, -(-most * MIN_PAIRS // len(names))))
+
+
+def packaged_workloads(options: MeasureOptions) -> list[str]:
+    """Return the packaged workloads of a run; one of several turns needs the chat template."""
+    names = QUICK_WORKLOADS if options.quick else WORKLOADS
+    return [name for name in names if not (options.raw and name == "multi-turn")]
 
 
 def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", files: Sequence[str] = FILES) -> Path:
@@ -268,22 +256,19 @@ def refuse_idle_flags(context: typer.Context, idle: Sequence[str], purpose: str)
 # -- what comes out
 
 
-def finish(results: Results, folder: Path, *, as_json: bool) -> None:
-    """Print first: the figures must be seen even if the disk is full."""
-    from paceline.bench.report import page as report
-    from paceline.cli.bench.tables import print_results
+def print_results(results: Results) -> None:
+    from paceline.cli.bench import tables  # rich takes a while
 
-    if as_json:
-        print_json(results.to_json())
-    else:
-        print_results(results)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        results.save(folder / FILES[0])
-        report.write(results, folder / FILES[1])
-    except OSError as error:
-        raise InvalidParameter("out", f"the results could not be written to {folder}: {error.strerror}") from error
-    print_note(f"written: {folder / FILES[0]} and {FILES[1]} beside it")
+    tables.print_results(results)
+
+
+def save_results(results: Results, folder: Path) -> list[Path]:
+    from paceline.bench.report import page
+
+    files = [folder / name for name in FILES]
+    results.save(files[0])
+    page.write(results, files[1])
+    return files
 
 
 def says_something(results: Results) -> bool:

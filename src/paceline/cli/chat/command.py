@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.chat.commands import HINT, Leave, run_command
 from paceline.cli.chat.input import open_reader
+from paceline.cli.flags import RunOptions, with_options
 from paceline.cli.generate import answer, interrupted, load_llm, new_tally, refuse_unseen_logprobs, remark_on_seed
-from paceline.cli.options import RunOptions, with_options
 from paceline.cli.output import Tally, print_error, print_json, print_note, result_object
-from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.outputs import SpeculationStats
 
@@ -24,7 +23,7 @@ def chat(*, options: RunOptions) -> int:
     """Hold a conversation; /help lists its commands. With piped input every line is a turn."""
     refuse_unseen_logprobs(options)
     params = options.sampling_params()
-    drafting = speculation_arguments(options)
+    drafting = options.speculation_arguments()
     interactive = sys.stdin.isatty()
     try:
         conversation = Conversation(load_llm(options, drafting), params, options)

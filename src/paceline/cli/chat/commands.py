@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.cli.flags import parse_k
 from paceline.cli.output import chosen_drafting, drafting_words, print_note, rate_words
-from paceline.cli.speculation import parse_k
 from paceline.config import AUTO, NONE
 from paceline.drafters.methods import METHODS, matches_method, unknown_method
 from paceline.errors import InvalidParameter, PacelineError

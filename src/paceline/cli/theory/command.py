@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from paceline.cli.flags import Json, with_options
 from paceline.cli.output import print_json, print_note
 from paceline.cli.theory.input import read
 from paceline.theory.table import best_tree_row, rows
@@ -24,8 +25,9 @@ def _flag(name: str, help: str, metavar: str | None = None, panel: str | None = 
     return typer.Option(name, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 
-def theory(
-    alpha: Annotated[float | None, _flag("--alpha", "How often a drafted token is accepted.", "A", ACCEPTANCE)] = None,
+@dataclass(frozen=True, kw_only=True)
+class TheoryOptions:
+    alpha: Annotated[float | None, _flag("--alpha", "How often a drafted token is accepted.", "A", ACCEPTANCE)] = None
     acceptance: Annotated[
         str | None,
         _flag(
@@ -34,7 +36,7 @@ def theory(
             "A1,A2,...",
             ACCEPTANCE,
         ),
-    ] = None,
+    ] = None
     conditional: Annotated[
         bool,
         _flag(
@@ -42,53 +44,54 @@ def theory(
             "Take --acceptance as shares of those whose earlier positions were accepted.",
             panel=ACCEPTANCE,
         ),
-    ] = False,
+    ] = False
     siblings: Annotated[
         str | None,
         _flag("--siblings", "How often the first, the second, ... guess is right; for trees.", "A1,A2,...", ACCEPTANCE),
-    ] = None,
-    k: Annotated[int | None, _flag("--k", "Tokens drafted ahead; unset: the best k.", "N")] = None,
-    draft_cost: Annotated[
-        float | None, _flag("--draft-cost", "Cost of one drafted token; unset: 0.", "C", COST)
-    ] = None,
+    ] = None
+    k: Annotated[int | None, _flag("--k", "Tokens drafted ahead; unset: the best k.", "N")] = None
+    draft_cost: Annotated[float | None, _flag("--draft-cost", "Cost of one drafted token; unset: 0.", "C", COST)] = None
     verify_cost: Annotated[
         str | None,
         _flag(
             "--verify-cost", "Cost of a verifying pass, at every k or at k = 1, 2, ...; unset: 1.", "V|V1,V2,...", COST
         ),
-    ] = None,
-    bandwidth: Annotated[float | None, _flag("--bandwidth", "Bandwidth of the device's memory.", "GB/s", BATCH)] = None,
-    tflops: Annotated[float | None, _flag("--tflops", "Speed of the device's arithmetic.", "TFLOP/s", BATCH)] = None,
+    ] = None
+    bandwidth: Annotated[float | None, _flag("--bandwidth", "Bandwidth of the device's memory.", "GB/s", BATCH)] = None
+    tflops: Annotated[float | None, _flag("--tflops", "Speed of the device's arithmetic.", "TFLOP/s", BATCH)] = None
     parameters: Annotated[
         str | None, _flag("--parameters", "Parameters of the target, such as 8B, 135M or 8e9.", "N", BATCH)
-    ] = None,
+    ] = None
     bytes_per_parameter: Annotated[
         float | None, _flag("--bytes-per-parameter", "Bytes of a parameter; unset: 2, which is bf16.", "N", BATCH)
-    ] = None,
-    batch: Annotated[int | None, _flag("--batch", "Sequences decoded together; unset: 1.", "N", BATCH)] = None,
+    ] = None
+    batch: Annotated[int | None, _flag("--batch", "Sequences decoded together; unset: 1.", "N", BATCH)] = None
     context: Annotated[
         int | None, _flag("--context", "Tokens in the cache of each sequence; unset: 0.", "N", BATCH)
-    ] = None,
-    kv_bytes: Annotated[float | None, _flag("--kv-bytes", "Bytes of a token's keys and values.", "N", BATCH)] = None,
-    memory: Annotated[float | None, _flag("--memory", "Memory of the device.", "GB", MEMORY)] = None,
+    ] = None
+    kv_bytes: Annotated[float | None, _flag("--kv-bytes", "Bytes of a token's keys and values.", "N", BATCH)] = None
+    memory: Annotated[float | None, _flag("--memory", "Memory of the device.", "GB", MEMORY)] = None
     draft_parameters: Annotated[
         str | None,
         _flag("--draft-parameters", "Parameters of the drafter; its cost too, where that is unset.", "N", MEMORY),
-    ] = None,
+    ] = None
     draft_kv_bytes: Annotated[
         float | None, _flag("--draft-kv-bytes", "Bytes of a token's keys and values in the drafter.", "N", MEMORY)
-    ] = None,
-    plot: Annotated[Path | None, _flag("--plot", "Draw the curves into a .png or .svg.", "FILE")] = None,
-    json: Annotated[bool, _flag("--json", "Print one JSON object and nothing else.")] = False,
-) -> None:
+    ] = None
+    plot: Annotated[Path | None, _flag("--plot", "Draw the curves into a .png or .svg.", "FILE")] = None
+    json: Json = False
+
+
+@with_options
+def theory(*, options: TheoryOptions) -> None:
     """Compute the speed-up of drafting by the formulas."""
-    asked = read(dict(locals()))
+    asked = read(vars(options))
     case, roofline = asked.case, asked.case.roofline
-    if plot is not None:
+    if options.plot is not None:
         from paceline.theory.plot import draw
 
-        draw(case, asked.k, plot, batch=asked.batch)
-    if json:
+        draw(case, asked.k, options.plot, batch=asked.batch)
+    if options.json:
         found = rows(case)
         print_json(
             {
@@ -100,12 +103,12 @@ def theory(
                 "roofline": roofline
                 and {**asdict(roofline), "ridge": roofline.ridge(asked.batch), "batch": asked.batch},
                 "memory": asked.memory and {**asdict(asked.memory), "lost_share": asked.memory.lost_share},
-                "plot": None if plot is None else str(plot),
+                "plot": None if options.plot is None else str(options.plot),
             }
         )
         return
     from paceline.cli.theory.table import print_case  # rich takes a while
 
     print_case(case, asked.k, asked.memory, asked.batch)
-    if plot is not None:
-        print_note(f"curves in {plot}")
+    if options.plot is not None:
+        print_note(f"curves in {options.plot}")
