@@ -25,7 +25,7 @@ from speculation import index_prompts
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.drafters.block.drafter import DSparkDrafter
-from paceline.drafters.methods import drafter_specs
+from paceline.drafters.method_names import drafter_specs
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
 

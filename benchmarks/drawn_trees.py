@@ -32,7 +32,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, uniform
 from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.block.tree import BEAM, CANDIDATES, Lattice, grow, lattice
-from paceline.drafters.methods import drafter_specs
+from paceline.drafters.method_names import drafter_specs
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.kv_cache import LayerCache

@@ -16,7 +16,7 @@ from gpu_subject import Subject
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import DRAFTERS, Drafter, DrafterContext
+from paceline.drafters import METHODS, Drafter, DrafterContext
 from paceline.drafters.lookup.suffix import SuffixDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
@@ -116,7 +116,7 @@ class Runs:
         made: list[Drafter] = []
         if method in ("auto", "draft-model"):
             made.append(DraftModelDrafter(subject.small, eos_token_ids=decoder.config.eos_token_ids))
-        return made + [DRAFTERS[name](context) for name in ("ngram", "suffix") if method in ("auto", name)]
+        return made + [METHODS[name].make(context) for name in ("ngram", "suffix") if method in ("auto", name)]
 
     def _share_cache(self, other: Runs) -> None:
         mine, theirs = self.engine.runner, other.engine.runner

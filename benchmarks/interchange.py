@@ -35,9 +35,9 @@ from paceline.drafters.block.drafter import DSparkDrafter, draft_ids
 from paceline.drafters.eagle.checkpoint import read, write
 from paceline.drafters.eagle.config import EagleConfig, published_layers, shapes
 from paceline.drafters.eagle.layer import EagleLayer
+from paceline.drafters.folder import TargetShape
+from paceline.drafters.hidden_states import TapBatch
 from paceline.drafters.methods import METHODS
-from paceline.drafters.speculators import TargetShape
-from paceline.drafters.tapped import TapBatch
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.backends.torch import TorchKernels

@@ -20,7 +20,7 @@ from paceline import SamplingParams
 from paceline.bench.prompts import shipped
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRequest
+from paceline.drafters import METHODS, Drafter, DrafterContext, DraftRequest
 from paceline.engine.policy.interface import DEEPEST
 from paceline.engine.policy.survival import bucket, first_guess
 from paceline.models.load.hub import resolve
@@ -77,7 +77,10 @@ def main() -> None:
     for temperature in args.temperatures:
         seed = {"seed": 11} if temperature else {}
         params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, **seed).resolve({})
-        plain, drafters = Configuration(loaded, "none", None), [DRAFTERS[name](context) for name in ("ngram", "suffix")]
+        plain, drafters = (
+            Configuration(loaded, "none", None),
+            [METHODS[name].make(context) for name in ("ngram", "suffix")],
+        )
         tried, hit = Counter[Cell](), Counter[Cell]()
         for start in range(0, len(prompts), TOGETHER):
             group = prompts[start : start + TOGETHER]

@@ -33,7 +33,7 @@ from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
-from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRequest
+from paceline.drafters import METHODS, Drafter, DrafterContext, DraftRequest
 from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.drafter_set import CATCHING_UP
@@ -246,7 +246,7 @@ class Replay:
         names = {"none": [], "auto": list(clock.drafting)}.get(method, [method])
         self.oracle = Oracle()
         self.drafters: list[Drafter] = [
-            self.oracle if name == self.oracle.name else DRAFTERS[name](context) for name in names
+            self.oracle if name == self.oracle.name else METHODS[name].make(context) for name in names
         ]
         self.clock, self.times, self.deciding, self.max_tokens = clock, times, deciding, max_tokens
         self.policy = AdaptivePolicy(self.drafters, method, k, clock.prior)

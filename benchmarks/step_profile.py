@@ -23,7 +23,7 @@ from common import finish
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters import METHODS, DrafterContext
 from paceline.engine.batch import StepOutputs
 from paceline.engine.commit import Landed
 from paceline.engine.engine import Engine
@@ -68,7 +68,7 @@ class InstantModel:
 def engine_of(model: Model, method: str, k: int | None, rows: int) -> Engine:
     context = DrafterContext(model.config, model.device, SpeculationConfig(method=method))
     names = {"none": (), "auto": ("ngram", "suffix")}.get(method, (method,))
-    drafters = [DRAFTERS[name](context) for name in names]
+    drafters = [METHODS[name].make(context) for name in names]
     config = EngineConfig(
         prefix_caching=False,
         kv_cache_bytes=(64 << 20) if model.device.type == "cpu" else 8 << 30,

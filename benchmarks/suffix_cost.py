@@ -27,7 +27,7 @@ from policy_replay import VOCABULARY, Record, follow
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRequest
+from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.lookup.suffix import SuffixDrafter
 
 BUDGET = 8
@@ -79,7 +79,7 @@ def main() -> None:
     for rows in args.rows:
         config = SimpleNamespace(vocab_size=VOCABULARY)
         context = DrafterContext(config, torch.device("cpu"), SpeculationConfig(method="suffix"))  # type: ignore[arg-type]
-        drafter = DRAFTERS["suffix"](context)
+        drafter = METHODS["suffix"].make(context)
         assert isinstance(drafter, SuffixDrafter)
         times: list[float] = []
         for start in range(0, len(records), rows):

@@ -39,7 +39,8 @@ from paceline.drafters.block.checkpoint import read
 from paceline.drafters.block.config import CONFIDENCE
 from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
-from paceline.drafters.methods import METHODS, SUFFIX, drafter_specs
+from paceline.drafters.method_names import drafter_specs
+from paceline.drafters.methods import METHODS, SUFFIX
 from paceline.engine.engine import Engine
 from paceline.engine.policy import level
 from paceline.engine.policy import survival as acceptance

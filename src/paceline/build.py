@@ -13,7 +13,8 @@ from pathlib import Path
 
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.methods import DRAFTER, METHODS, DrafterSpec, accepts_folder, drafter_specs, needs_one
+from paceline.drafters.method_names import DrafterSpec, drafter_specs
+from paceline.drafters.methods import DRAFTER, METHODS, accepts_folder, needs_one
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy

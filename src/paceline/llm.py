@@ -21,8 +21,7 @@ from paceline.arguments import Params
 from paceline.build import EngineBundle, build, load
 from paceline.client import Client, Job, StreamedRequest
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
-from paceline.drafters.methods import check
-from paceline.drafters.speculative_config import SpeculativeConfig
+from paceline.drafters.speculative_config import SpeculativeConfig, check
 from paceline.drafters.speculative_config import read as read_speculative_config
 from paceline.engine.engine import Engine
 from paceline.engine.loop import CLOSED, Accepted, Delta, EngineThread, Event, Failed

@@ -19,7 +19,7 @@ from paceline.bench.results import Results
 from paceline.bench.runner import Plan, measure
 from paceline.cli.app import run
 from paceline.drafters.heads.checkpoint import save_heads
-from paceline.drafters.methods import method_names
+from paceline.drafters.method_names import method_names
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.load.loader import load_config
 from tests.drafters.overfit import random_heads

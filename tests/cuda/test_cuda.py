@@ -13,7 +13,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.core.draft import Draft
-from paceline.drafters import DRAFTERS
+from paceline.drafters import METHODS as TABLE
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
@@ -85,8 +85,8 @@ def engine():
         Decoder(CONFIG, made, kernels, device=DEVICE, dtypes=Dtypes.of(dtype, DEVICE)) for made in (own, blend)
     )
     drafters = [
-        DRAFTERS["ngram"](context_for(CONFIG, ngram_min=1, ngram_max=3)),
-        DRAFTERS["suffix"](context_for(CONFIG)),
+        TABLE["ngram"].make(context_for(CONFIG, ngram_min=1, ngram_max=3)),
+        TABLE["suffix"].make(context_for(CONFIG)),
         DraftModelDrafter(small),
         Bushes(),
     ]

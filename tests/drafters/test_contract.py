@@ -1,4 +1,4 @@
-"""What every entry of the DRAFTERS table owes: speculation changes when tokens come, never which.
+"""What every entry of the METHODS table owes: speculation changes when tokens come, never which.
 
 A new method joins by being in the table; `contract_toys.MAKERS` makes it for the toy target.
 """
@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.rng import Lane, coin_of
 from paceline.core.verdict import TokenKind
-from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters import METHODS as TABLE
+from paceline.drafters import DrafterContext
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import likely_nodes
@@ -61,7 +62,7 @@ from tests.helpers.contract_toys import (
 )
 from tests.helpers.fakes import requests_strategy
 
-METHODS = list(DRAFTERS)
+METHODS = list(TABLE)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
 DEVICE = {AHEAD, *EARLY, *NATIVE_EARLY}  # ways that run ahead of the host
 # Of dspark's and eagle3's classes, or right about one text alone: long tables of parameters run without these.
@@ -102,7 +103,7 @@ def test_a_native_way_drafts_by_native_calls_alone(way):
 
 
 def test_every_method_can_be_made():
-    assert set(DRAFTERS) <= set(MAKERS), "give contract_toys.MAKERS an entry for every method of the table"
+    assert set(TABLE) <= set(MAKERS), "give contract_toys.MAKERS an entry for every method of the table"
 
 
 @pytest.mark.parametrize("k", [1, 8])  # others below draft 4, 5 and 6
@@ -568,7 +569,7 @@ def make_real(method, llm, texts):
         changes = {} if method == "dspark" else {"markov_rank": 0, "sample_from_anchor": False}
         config, tensors = knowing(llm.config, decoder.embedding, texts, taps=(1, 15, 30), **changes)
         return make_block_drafter(config, tensors, decoder.embedding, kernels=decoder.kernels)
-    return DRAFTERS[method](
+    return TABLE[method].make(
         DrafterContext(
             config=llm.config,
             device=llm.loaded.decoder.device,

@@ -15,19 +15,9 @@ import torch
 import paceline
 from paceline.config import AUTO, NONE, SpeculationConfig
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.methods import (
-    DFLASH,
-    DRAFT_MODEL,
-    MEDUSA,
-    METHODS,
-    NGRAM,
-    SUFFIX,
-    by_vllm_name,
-    check,
-    drafter_specs,
-    matches_method,
-)
-from paceline.drafters.speculative_config import read
+from paceline.drafters.method_names import by_vllm_name, drafter_specs, matches_method
+from paceline.drafters.methods import DFLASH, DRAFT_MODEL, MEDUSA, METHODS, NGRAM, SUFFIX
+from paceline.drafters.speculative_config import check, read
 from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
 

@@ -260,7 +260,7 @@ class DynamicTrees(TappedDrafter):
         tables = torch.tensor([[*row.sequence.blocks, *[0] * (width - len(row.sequence.blocks))] for row in rows])
         (tables,) = packed_to(self.device, tables)
         last = lengths - 1
-        slots = tables.gather(1, (last // self._block_size)[:, None])[:, 0] * self._block_size + last % self._block_size
+        slots = tables.gather(1, (last // self.block_size)[:, None])[:, 0] * self.block_size + last % self.block_size
         logits = torch.einsum("bh,dvh->bdv", self.cache.k[slots, 0].float(), self.outputs)
         best, tokens = logits.topk(3)
         sure = best[:, 0, 0] - best[:, 0, 1] > self.MARGIN

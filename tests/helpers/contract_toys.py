@@ -16,7 +16,7 @@ import torch
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters import METHODS, DrafterContext
 from paceline.drafters.block.config import W1, W2
 from paceline.drafters.heads.checkpoint import MedusaHead
 from paceline.drafters.heads.medusa import MedusaDrafter
@@ -205,8 +205,8 @@ class PairDrafter(TappedDrafter):
             self.begun += length > len(row.sequence.tokens)
             start, _ = self.kv_range(row.sequence)
             position = torch.arange(max(start, 1), length)
-            slots = torch.tensor(row.sequence.blocks)[position // self._block_size] * self._block_size
-            slots += position % self._block_size
+            slots = torch.tensor(row.sequence.blocks)[position // self.block_size] * self.block_size
+            slots += position % self.block_size
             pairs, tokens_after = self.cache.k[slots, 0, 0].long().tolist(), self.cache.v[slots, 0, 0].long().tolist()
             assert self.cache.k[slots, 0, 1].tolist() == (position - 1).tolist(), "a pair in another's slot"
             known = dict(zip(pairs, tokens_after, strict=True))
@@ -343,8 +343,8 @@ EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa", "dsp
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
-    "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
-    "suffix": lambda config: DRAFTERS["suffix"](context_for(config)),
+    "ngram": lambda config: METHODS["ngram"].make(context_for(config, ngram_min=1, ngram_max=3)),
+    "suffix": lambda config: METHODS["suffix"].make(context_for(config)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     TAPPED: lambda config: PairDrafter(config.vocab_size),
     "medusa": lambda config: MedusaDrafter(medusa_heads(config.vocab_size), config.vocab_size),
@@ -357,8 +357,10 @@ MAKERS = {
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}
 # As where there is no native library.
 PLAIN = {
-    "ngram, in Python": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3), native=False),
-    "suffix, in Python": lambda config: DRAFTERS["suffix"](context_for(config), native=False),
+    "ngram, in Python": lambda config: METHODS["ngram"].make(
+        context_for(config, ngram_min=1, ngram_max=3), native=False
+    ),
+    "suffix, in Python": lambda config: METHODS["suffix"].make(context_for(config), native=False),
 }
 MAKERS |= PLAIN
 # Block drafters whose drafts are one native call, with weights of every kind.
@@ -373,7 +375,7 @@ MAKERS |= NATIVE | NATIVE_EARLY
 
 
 def make_drafter(method, config=None):
-    assert method in MAKERS, f"method {method!r} is in DRAFTERS but contract_toys.MAKERS does not know how to make it"
+    assert method in MAKERS, f"method {method!r} is in METHODS but contract_toys.MAKERS does not know how to make it"
     return MAKERS[method](config or toy_config(VOCAB))
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.core.draft import Draft, Proposal
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.tapped import CAPACITY, TappedDrafter
+from paceline.drafters.hidden_states import CAPACITY
+from paceline.drafters.tapped import TappedDrafter
 from paceline.models.kv_cache import KVSpec
 from paceline.testing import HIDDEN, context_hidden, context_logits
 
@@ -153,7 +154,7 @@ class TapDrafter(TappedDrafter):
     def check(self, sequence, end):
         start, _ = self.kv_range(sequence)
         self.late_starts += start > 0
-        size = self._block_size
+        size = self.block_size
         for position in range(max(start, 1), end):
             at = sequence.blocks[position // size] * size + position % size
             expected = [context_hidden(sequence.tokens[:position], tap) for tap in self.taps]

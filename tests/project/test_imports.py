@@ -48,7 +48,8 @@ NO_TORCH = (
     "platform.cpu",
     "theory",
     "models.load.hub",
-    "drafters.methods",
+    "drafters.method_names",
+    "drafters.speculative_config",
     "cli",
 )
 

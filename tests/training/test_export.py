@@ -18,8 +18,8 @@ from paceline.drafters.block import checkpoint as dspark_checkpoint
 from paceline.drafters.block.config import W1, DSparkConfig
 from paceline.drafters.block.config import shapes as block_shapes
 from paceline.drafters.eagle import checkpoint as eagle_checkpoint
+from paceline.drafters.folder import TargetShape
 from paceline.drafters.heads import checkpoint as medusa_checkpoint
-from paceline.drafters.speculators import TargetShape
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
 from paceline.training.export import Target, export
 from tests.cuda.test_cuda import CONFIG

@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
+from paceline.drafters.folder import target_of
 from paceline.drafters.heads.checkpoint import load_heads, save_heads
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
-from paceline.drafters.speculators import target_of
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.training.data.store import Sequences
 from paceline.training.engine_tau import engine_tau

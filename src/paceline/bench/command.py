@@ -13,7 +13,8 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import OnProgress, Plan, collect
 from paceline.config import AUTO, SpeculationConfig
-from paceline.drafters.methods import METHODS, is_packaged, method_names
+from paceline.drafters.method_names import method_names
+from paceline.drafters.methods import METHODS, is_packaged
 from paceline.models.load.hub import PullProgress
 
 K = "4"  # where neither methods nor k are given

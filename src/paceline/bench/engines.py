@@ -25,7 +25,8 @@ from paceline.build import load, make_drafters, make_engine, make_policy
 from paceline.config import AUTO, MAX_K, NONE, EngineConfig, SpeculationConfig
 from paceline.core.verdict import TokenKind
 from paceline.drafters import Drafter
-from paceline.drafters.methods import METHODS, drafter_specs
+from paceline.drafters.method_names import drafter_specs
+from paceline.drafters.methods import METHODS
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.kv_cache import KVCache, KVSpec

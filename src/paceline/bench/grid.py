@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.bench.results import PLAIN
 from paceline.config import AUTO, MAX_K
-from paceline.drafters.methods import unknown_method
+from paceline.drafters.method_names import unknown_method
 from paceline.errors import InvalidParameter
 
 MAX_CONCURRENCY = 256

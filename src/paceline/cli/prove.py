@@ -11,7 +11,8 @@ from paceline.cli.flags import ModelOptions, flag, with_options
 from paceline.cli.output import print_json, print_note
 from paceline.cli.progress import progress
 from paceline.config import AUTO
-from paceline.drafters.methods import METHODS, unknown_method
+from paceline.drafters.method_names import unknown_method
+from paceline.drafters.methods import METHODS
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:

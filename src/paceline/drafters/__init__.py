@@ -1,21 +1,47 @@
-"""Drafting methods: the table is `methods`, the contract `base`. Names that need torch are looked up on first use."""
+"""The API of drafter authors. The table of methods is read without torch; other names are looked up on first use."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import NONE
-from paceline.drafters.methods import METHODS, method_names
+from paceline.config import AUTO, NONE
+from paceline.drafters.methods import METHODS
 
 if TYPE_CHECKING:
-    from paceline.drafters.base import Drafter, DrafterContext, DraftRequest
+    from paceline.core.draft import Draft
+    from paceline.core.verdict import UnreadVerdict
+    from paceline.drafters.base import Drafter, DrafterContext, DraftRequest, HostDrafter, VerifiedDraft
+    from paceline.drafters.hidden_states import TapBatch
+    from paceline.drafters.tapped import TappedDrafter
+    from paceline.models.kv_cache import KVSpec
 
-DRAFTERS = {name: method.make for name, method in METHODS.items()}
-__all__ = ["DRAFTERS", "METHODS", "NONE", "DraftRequest", "Drafter", "DrafterContext", "method_names"]
+_HOMES = {
+    "Draft": "core.draft",
+    "UnreadVerdict": "core.verdict",
+    **dict.fromkeys(("Drafter", "DrafterContext", "DraftRequest", "HostDrafter", "VerifiedDraft"), "drafters.base"),
+    "TapBatch": "drafters.hidden_states",
+    "TappedDrafter": "drafters.tapped",
+    "KVSpec": "models.kv_cache",
+}
+__all__ = [
+    "AUTO",
+    "METHODS",
+    "NONE",
+    "Draft",
+    "DraftRequest",
+    "Drafter",
+    "DrafterContext",
+    "HostDrafter",
+    "KVSpec",
+    "TapBatch",
+    "TappedDrafter",
+    "UnreadVerdict",
+    "VerifiedDraft",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("paceline.drafters.base"), name)
+    return getattr(import_module(f"paceline.{_HOMES[name]}"), name)

@@ -4,10 +4,10 @@ A drafter proposes tokens that may follow a sequence; the engine verifies them. 
 (`taps`) and keep K/V of its own (`kv_layers`): these are extra layers under the target's block table, so compaction,
 preemption and prefix sharing move both.
 
-**Slots.** K/V computed from the pair (hidden state of t, token t + 1) are stored in slot t + 1, and K/V computed from
-token t, or from the hidden state of t, alone in slot t. Then no slot depends on a later token, blocks can be shared
-whole, and after a prefix hit the engine supplies the one missing pair of a drafter of pairs by recomputing the last
-shared token.
+**Slots.** K/V computed from the pair (hidden state of t, token t + 1) are stored in slot t + 1 (`shifted_kv`), and K/V
+computed from token t alone, or from the hidden state of t alone, in slot t. Then no slot depends on a later token,
+blocks are shared whole, and after a prefix hit the engine supplies the one missing pair by recomputing the last shared
+token.
 
 **Host and device.** A drafter on the host proposes from committed tokens. One on the device launches and never waits:
 it may begin the next draft behind a step that is not read yet, from that step's verdict on the device.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,20 +29,20 @@ from paceline.config import AUTO, MAX_K, ModelConfig, SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.methods import matches_method
+from paceline.drafters.hidden_states import PromptChunk, TapRing
+from paceline.drafters.method_names import matches_method
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.weights import StoredWeight
 
-SAMPLED = 4096  # values of a tensor that enter its digest
-TRAINED_LEVEL = 6  # evidence of a trained drafter: it always proposes, and most proposals are good
+DIGEST_VALUES = 4096  # values of a tensor that enter its digest
+TRAINED_LEVEL = 6  # level of a trained drafter: it always proposes, and most proposals are good
 
 
 class DraftRequest(NamedTuple):
     """A sequence that needs a draft of at most `max_nodes` nodes. Slots for them are reserved behind its tokens.
 
-    A deterministic draft may leave out nodes whose acceptance the drafter finds less likely than
-    `min_node_probability`.
+    A deterministic draft may leave out nodes that the drafter finds less likely than `min_node_probability`.
     """
 
     sequence: Sequence
@@ -51,7 +51,7 @@ class DraftRequest(NamedTuple):
 
 
 class VerifiedDraft(NamedTuple):
-    """A sequence whose draft by this drafter was verified: its tokens below `computed` have their K/V in the target."""
+    """A sequence whose draft was verified; its tokens below `computed` have their K/V in the target."""
 
     sequence: Sequence
     computed: int
@@ -59,78 +59,81 @@ class VerifiedDraft(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is built from; fields with a default may be absent in tests."""
+    """The parts that a drafter is built from; tests may leave out those with a default."""
 
     config: ModelConfig  # the target's
     device: torch.device
     speculation: SpeculationConfig
-    dtype: str = "auto"  # in which a drafter with a model of its own stores weights
+    dtype: str = "auto"  # of the weights that a drafter with a model of its own stores
     kv_dtype: str = "auto"  # of the cache, which the target's layers share with the drafter's
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
-    token_texts: Callable[[int], str] | None = None  # a token's own text, to compare vocabularies
+    token_texts: Callable[[int], str] | None = None  # text of one token, to compare vocabularies
     embedding: Tensor | None = None  # (V, H), the target's own
-    head: Packed | None = None  # as the decoder holds it
+    head: Packed | None = None  # the target's own, in its kernels' layout
     kernels: Kernels | None = None
     extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
-    checkpoint: Path | None = None  # the folder of the trained drafter that is made
+    checkpoint: Path | None = None  # folder of the trained drafter
 
 
 class Drafter(Protocol):
-    name: str  # of the method, as users write it; of several drafters of a method each has its own
+    name: str  # the method; several drafters of one method each have a name of their own
     version: str  # changes whenever the drafter's K/V for the same tokens change: weights, taps, layers
     on_device: bool  # True: a `DeviceDrafter`, which launches and never waits
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
-    shifted_kv: (
-        bool  # with taps and K/V: these are of (hidden state of t, token t + 1), not of the hidden state of t alone
-    )
+    shifted_kv: bool  # K/V are of (hidden state of t, token t + 1), in slot t + 1; False: of position t, in slot t
     scratch_slots: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
-    depth: int  # that no draft exceeds; a tree of many nodes fits where few tokens are left, if it is not deep
-    trees: bool  # nodes come in order of their probability: the first n are the best tree of n, and no dearer than one
+    depth: int  # bound of every draft; a tree of many nodes fits where few tokens are left, if it is not deep
+    trees: bool  # nodes come in order of probability: the first n are the best tree of n, and cost no more than one
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers of `kv_layers`; called once, before anything else."""
 
     def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
-        """One draft row for each of `rows`, in order; any may be empty. Never more nodes than the row's budget."""
+        """Return one draft row for each of `rows`, in order, of at most `max_nodes` nodes; any may be empty."""
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
-        """The sequence enters (again) with `end` tokens cached; the drafter's own K/V are valid from `start` on."""
+        """Begin, or resume, a sequence with `end` cached tokens; the drafter's own K/V are valid from `start` on."""
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence left (finished, cancelled or preempted): forget it."""
+        """Forget a sequence that left (finished, cancelled or preempted)."""
 
     def level(self, sequence: Sequence) -> int:
-        """How well a draft made now is supported; 0: it would be empty. Depends on committed tokens only."""
+        """Return how well a draft is supported by committed tokens; 0: the draft would be empty."""
 
     def unread_tokens(self, sequence: Sequence) -> int:
-        """Tokens the drafter has to read before it can draft."""
+        """Return the number of tokens that the drafter reads before it can draft."""
 
     def close(self) -> None:
-        """The engine is closing: save what later runs can use, and drop what refers to the drafter itself."""
+        """Save what later runs can use, and drop what refers to the drafter itself; the engine is closing."""
 
 
 class DeviceDrafter(Drafter, Protocol):
     device: torch.device
-    time_is_typical: bool  # False: the last draft compiled or captured something, so its time is not typical
+    time_is_typical: bool  # False: the last draft compiled or captured something
 
     def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
-        """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Slots
-        for `max_nodes` nodes behind all tokens the step may commit are reserved. Such a draft need not be used."""
+        """As `Drafter.propose`. With `after`: draft behind a step that is not read, in which this drafter drafted for
+        these rows. Slots are reserved behind all tokens that the step may commit. The draft may be dropped."""
 
     def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
-        """A step was read. `verified`: this drafter's drafts in it; `early`: sequences with a draft begun behind it."""
+        """Receive a step's outcome. `verified`: this drafter's drafts in it; `early`: sequences with an early draft
+        behind it. The verdict is on the host."""
 
     def use_early(self, rows: SequenceOf[DraftRequest]) -> None:
-        """Drafts begun behind the step are used: the first `max_nodes` nodes of each row."""
+        """Count early drafts as used: the first `max_nodes` nodes of each row."""
 
     def kv_range(self, sequence: Sequence) -> tuple[int, int]:
-        """The slots [start, end) of the drafter's own K/V that are valid now."""
+        """Return the slots [start, end) of the drafter's own K/V that are valid."""
 
-    # Of drafters with taps:
-    def bind_taps(self, ring: Any, columns: list[int]) -> None: ...
-    def before_store(self, sequences: list[Sequence], most: int) -> None: ...
-    def read_chunks(self, chunks: SequenceOf[Any], taps: Tensor) -> None: ...
+    def bind_taps(self, ring: TapRing, columns: list[int]) -> None:
+        """Receive the ring; `columns` of its taps are this drafter's. Called, like the rest, for drafters with taps."""
+
+    def before_store(self, sequences: list[Sequence], most: int) -> None:
+        """Read what the ring would lose when up to `most` positions of each sequence are stored."""
+
+    def read_chunks(self, chunks: SequenceOf[PromptChunk], taps: Tensor) -> None:
+        """Read chunks of prompts, from the taps (M, T, H) of the pass that computed them."""
 
 
 class HostDrafter:
@@ -151,10 +154,10 @@ class HostDrafter:
         pass
 
     def index_prompt(self, sequence: Sequence, end: int) -> None:
-        """tokens[:end] of a prompt were computed."""
+        """Index tokens[:end] of a prompt, which were computed."""
 
     def levels(self, sequences: SequenceOf[Sequence]) -> list[int] | None:
-        """The evidence of all sequences, where one call is cheaper; None: call `level` for each."""
+        """Return the levels of all sequences, where one call is cheaper; None: call `level` for each."""
         return None
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -174,17 +177,17 @@ class HostDrafter:
 
 
 def excluded(sequence: Sequence, method: str) -> bool:
-    """The request chooses another drafter than the one of this name, or none."""
+    """Return whether the request chooses another drafter than the one of this name, or none."""
     own = sequence.params.speculation
     wanted = own if own is None or isinstance(own, str) else own.get("method")
     return wanted not in (None, AUTO) and not matches_method(method, wanted)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Digest of values spread over every tensor: training changes all of them."""
-    found = hashlib.blake2b(digest_size=8)
+    """Return a digest of values spread over every tensor; training changes all of them."""
+    state = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-        spread = tensor.flatten()[:: -(-tensor.numel() // SAMPLED)]
-        found.update(spread.float().cpu().numpy().tobytes())
-    return found.hexdigest()
+        state.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        spread = tensor.flatten()[:: -(-tensor.numel() // DIGEST_VALUES)]
+        state.update(spread.float().cpu().numpy().tobytes())
+    return state.hexdigest()

@@ -8,9 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.folder import read_config
+from paceline.drafters.folder import TargetShape, read_config, target_of
 from paceline.drafters.methods import packaged_folders
-from paceline.drafters.speculators import TargetShape, target_of
 from paceline.errors import PacelineError
 
 log = logging.getLogger("paceline")

@@ -1,23 +1,28 @@
-"""Reads vLLM's `--speculative-config '{...}'`, or a list of such objects: several drafters at once, of which the policy
-picks one for each row and step. Settings without a counterpart here are refused by name."""
+"""Settings of speculation: vLLM's `--speculative-config '{...}'`, and the check of what was chosen.
+
+A list of vLLM's objects gives several drafters, of which the policy picks one for each row and step. Settings without a
+counterpart in this package are refused by name.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from paceline.config import AUTO, NONE, SpeculationConfig, path_or_name
-from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, by_vllm_name, unknown_method
+from paceline.drafters.method_names import by_vllm_name, method_names, unknown_method
+from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, is_packaged, needs_one
 from paceline.errors import InvalidParameter, short_repr
 
 FIELD = "speculative_config"
-SEVERAL = ("draft_model", "drafter")  # options that a list gives one each
+SEVERAL = ("draft_model", "drafter")  # options of which each object of a list gives one
 SpeculativeConfig = str | Mapping[str, Any] | SequenceOf[Mapping[str, Any]]
+UNSET = {field.name: field.default for field in fields(SpeculationConfig)}
 RENAMED = {"num_speculative_tokens": "k", "prompt_lookup_max": "ngram_max", "prompt_lookup_min": "ngram_min"}
-# Settings that accept tokens the target would not have produced.
+# Settings that accept tokens which the target would not have produced.
 LOSSY = {
     "acceptance_method",
     "acceptance_threshold",
@@ -31,25 +36,52 @@ LOSSY = {
 }
 
 
+def given_options(speculation: SpeculationConfig) -> list[str]:
+    """Return the options that differ from their defaults, without method and k."""
+    return [
+        name for name, unset in UNSET.items() if name not in ("method", "k") and getattr(speculation, name) != unset
+    ]
+
+
+def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
+    """Refuse an unknown method, one that lacks what it needs, and options without effect.
+
+    `only_chosen`: no request will choose another method, so options of other methods have no effect either.
+    """
+    method = speculation.method
+    if method not in (*method_names(), AUTO):
+        raise InvalidParameter("method", unknown_method(method))
+    if method == NONE:
+        taken: tuple[str, ...] = ()
+    else:
+        taken = METHODS[method].options if only_chosen and method != AUTO else OPTIONS
+    for option in given_options(speculation):
+        if option not in taken:
+            raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
+    for need in METHODS[method].needs if method in METHODS else ():
+        setting = getattr(speculation, need)
+        if setting == (NONE,) or not (setting or is_packaged(method)):
+            raise InvalidParameter(need, needs_one(method, need))
+
+
 def read(value: SpeculativeConfig, base: SpeculationConfig) -> SpeculationConfig:
-    """The given settings over `base`."""
+    """Return `base` with vLLM's settings over it."""
     parsed = _parse(value)
     if isinstance(parsed, Mapping):
         return _read_one(parsed, base)
     if not parsed:
         raise InvalidParameter(FIELD, "is an empty list; leave it out, or name a method in it")
     each = [_read_one(one, base) for one in parsed]
-    for given, one in zip(parsed, each, strict=True):
-        if not given.get("method") and not given.get("model"):
+    for settings, one in zip(parsed, each, strict=True):
+        if not settings.get("method") and not settings.get("model"):
             raise InvalidParameter(FIELD, "an object of the list names neither a method nor a model")
-        if one.method in METHODS and METHODS[one.method].needs and not given.get("model"):
+        if one.method in METHODS and METHODS[one.method].needs and not settings.get("model"):
             raise InvalidParameter(FIELD, f"method {one.method} needs a model, and an object of the list names none")
     return _joined(each, base)
 
 
 def _joined(each: SequenceOf[SpeculationConfig], base: SpeculationConfig) -> SpeculationConfig:
-    """Settings of several drafters as one. Of different methods the policy picks, lookups among them; no packaged
-    drafter joins the ones that are named."""
+    """Return the settings of several drafters as one; no packaged drafter joins those that are named."""
     if len({one.k for one in each}) > 1:
         raise InvalidParameter(FIELD, "num_speculative_tokens must be the same in all of a list, or left out of all")
     changes: dict[str, Any] = {"k": each[0].k}
@@ -70,16 +102,16 @@ def _joined(each: SequenceOf[SpeculationConfig], base: SpeculationConfig) -> Spe
 
 
 def _read_one(settings: Mapping[str, Any], base: SpeculationConfig) -> SpeculationConfig:
-    given = {key: setting for key, setting in settings.items() if setting is not None}
-    if _brackets(given.get("model")) is not None:  # as older versions name a method without a model: "[ngram]"
-        given["method"] = _brackets(given.pop("model"))
-    changes: dict[str, Any] = {"method": _method(given, base)}
-    for key, setting in given.items():
+    settings = {key: setting for key, setting in settings.items() if setting is not None}
+    if _brackets(settings.get("model")) is not None:  # older versions name a method without a model so: "[ngram]"
+        settings["method"] = _brackets(settings.pop("model"))
+    changes: dict[str, Any] = {"method": _method(settings, base)}
+    for key, setting in settings.items():
         if key in LOSSY:
             raise InvalidParameter(FIELD, f"{key} would change the model's output; paceline is always lossless")
         if key == "model":
             changes[_model_option(changes["method"])] = path_or_name(FIELD, setting)
-        elif key == "draft_tensor_parallel_size" and setting == 1:  # one device is all there is
+        elif key == "draft_tensor_parallel_size" and setting == 1:
             continue
         elif key in RENAMED:
             if not isinstance(setting, int) or isinstance(setting, bool):
@@ -96,28 +128,27 @@ def _read_one(settings: Mapping[str, Any], base: SpeculationConfig) -> Speculati
     try:
         return replace(base, **changes)
     except InvalidParameter as refused:
-        theirs = {ours: key for key, ours in RENAMED.items() if key in given}
+        vllm_names = {option: key for key, option in RENAMED.items() if key in settings}
         problem = str(refused).removeprefix(f"{refused.field}: ")
-        raise InvalidParameter(FIELD, f"{theirs.get(refused.field, refused.field)} {problem}") from refused
+        raise InvalidParameter(FIELD, f"{vllm_names.get(refused.field, refused.field)} {problem}") from refused
 
 
 def _refuse_given_twice(changes: Mapping[str, Any], base: SpeculationConfig) -> None:
-    """What stands beside the object too, and says something else."""
-    unsaid = SpeculationConfig()
+    """Refuse an option that is given as an argument and in speculative_config, with different values."""
     for option, setting in changes.items():
         beside = getattr(base, option)
         names = setting if isinstance(beside, str) or not isinstance(setting, str) else (setting,)
-        if beside not in (getattr(unsaid, option), names) and (option, beside) != ("method", AUTO):
+        if beside not in (UNSET[option], names) and (option, beside) != ("method", AUTO):
             raise InvalidParameter(
                 option, f"is {short_repr(beside)} and {short_repr(setting)} in {FIELD}; give it once"
             )
 
 
-def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
-    """As named; a model without a method is a draft model, as in vLLM."""
-    if "method" not in given:
-        return DRAFT_MODEL if "model" in given else base.method
-    name = given["method"]
+def _method(settings: Mapping[str, Any], base: SpeculationConfig) -> str:
+    """Return the method that is named; a model without a method is a draft model, as in vLLM."""
+    if "method" not in settings:
+        return DRAFT_MODEL if "model" in settings else base.method
+    name = settings["method"]
     if not isinstance(name, str):
         raise InvalidParameter(FIELD, f"method must be a name, got {short_repr(name)}")
     method = by_vllm_name(name)
@@ -128,7 +159,7 @@ def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
 
 
 def _model_option(method: str) -> str:
-    """The option that vLLM's `model` sets: the checkpoint the method needs."""
+    """Return the option that vLLM's `model` sets: the checkpoint that the method needs."""
     needs = METHODS[method].needs if method in METHODS else ()
     if len(needs) != 1:
         raise InvalidParameter(FIELD, f"model has no meaning for method {method}; leave it out")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from paceline.config import AUTO, NONE, EngineConfig, ModelConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters.methods import matches_method
+from paceline.drafters.method_names import matches_method
 from paceline.engine.policy.interface import wish
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
 from paceline.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import DeviceDrafter, HostDrafter, VerifiedDraft
-from paceline.drafters.tapped import Chunk, Committed, TapRing
+from paceline.drafters.hidden_states import CommittedRow, PromptChunk, TapRing
 from paceline.engine.batch import Batch
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.in_flight import InFlightStep
@@ -249,12 +249,12 @@ class DrafterSet:
     def gather(self, flight: InFlightStep, taps: Tensor) -> None:
         """Behind a launched pass: keep the taps of committed positions, and absorb those of prompts at once."""
         batch, layout, verdict = flight.batch, flight.layout, flight.verdict
-        chunks: list[Chunk] = []
+        chunks: list[PromptChunk] = []
         for index in batch.chunks:
             row = batch.row(index)
             known = row.count - row.samples  # the token after the last one is the verdict's, where the row samples
             if known > 0:
-                chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
+                chunks.append(PromptChunk(row.sequence, row.first, known, int(layout.begin[index])))
             tokens, last = row.sequence.tokens, row.first + row.count - 1
             if not row.samples and last == len(tokens) - 2 and len(tokens) > row.sequence.num_prompt:
                 # Computed anew but for its last token: the next step may draft, and no verdict tells the ring of it.
@@ -270,7 +270,7 @@ class DrafterSet:
             if taps.is_cpu:
                 numbers = batch.sampled_lengths.tolist(), layout.node_rows.tolist()
                 self._ring.store_on_host(
-                    map(Committed, req_indices, *numbers, verdict.rows), taps, 1 + max(req_indices)
+                    map(CommittedRow, req_indices, *numbers, verdict.rows), taps, 1 + max(req_indices)
                 )
             elif flight.unread is not None:
                 self._ring.store(flight.unread, taps, 1 + max(req_indices))

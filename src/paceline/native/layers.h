@@ -69,7 +69,7 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
     return status;
 }
 
-// The ring of hidden states of committed positions, by seat (`paceline.drafters.tapped.TapRing`).
+// The ring of hidden states of committed positions, by request (`paceline.drafters.hidden_states.TapRing`).
 // `stored` (count, 3): a place of the ring, the row of `taps` (rows of a pass, width) that it takes, and the token after.
 void store_in_ring(float* states, int64_t* tokens, const float* taps, long width, const int64_t* stored, long count) {
     for (; count; count--, stored += 3) {

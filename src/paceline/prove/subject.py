@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.config import AUTO
 from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, NONE
-from paceline.drafters.methods import matches_method, unknown_method
+from paceline.drafters.method_names import matches_method, unknown_method
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from paceline.config import ModelConfig
 from paceline.drafters.block.config import MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
 from paceline.drafters.block.drafter import DSparkDrafter
-from paceline.drafters.speculators import TargetShape
+from paceline.drafters.folder import TargetShape
 
 
 def drafter_config(target: ModelConfig, /, **changes):

@@ -17,8 +17,8 @@ from paceline.drafters import packaged
 from paceline.drafters.block.checkpoint import read, write
 from paceline.drafters.block.drafter import head_rows
 from paceline.drafters.block.tree import DEEPER, grow, lattice
+from paceline.drafters.folder import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
-from paceline.drafters.speculators import TargetShape
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter

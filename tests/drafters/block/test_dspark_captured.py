@@ -18,7 +18,7 @@ from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.base import DraftRequest
 from paceline.drafters.block import block_pass as block_passes
 from paceline.drafters.block import context_kv as absorbing
-from paceline.drafters.tapped import TapRing
+from paceline.drafters.hidden_states import TapRing
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.cuda.attention import division
 from paceline.models.backends.cuda.kernels import TritonKernels

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from paceline.config import RopeConfig
 from paceline.drafters.block.checkpoint import read, write
 from paceline.drafters.block.config import W1, check_target
+from paceline.drafters.folder import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK
-from paceline.drafters.speculators import TargetShape
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.block.dspark_reference import drafter_config, random_tensors

@@ -26,7 +26,7 @@ class Twin:
 
     def __init__(self, drafter, twin, caches):
         self.drafter, self.twin = drafter, twin
-        twin.bind([LayerCache(cache.k.clone(), cache.v.clone()) for cache in caches], drafter._block_size)
+        twin.bind([LayerCache(cache.k.clone(), cache.v.clone()) for cache in caches], drafter.block_size)
         twin._ring, twin._columns, twin._states = drafter._ring, drafter._columns, drafter._states
         self.compared, self.nodes, self.batches, self.lagging = 0, 0, set(), 0
         self._propose, self._absorb = drafter.propose, drafter.write_context_kv

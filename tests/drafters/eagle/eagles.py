@@ -9,7 +9,7 @@ from paceline.config import ModelConfig
 from paceline.drafters.eagle.config import LAYER, EagleConfig, shapes
 from paceline.drafters.eagle.drafter import EagleDrafter
 from paceline.drafters.eagle.layer import EagleLayer
-from paceline.drafters.speculators import TargetShape
+from paceline.drafters.folder import TargetShape
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.weights import Dtypes
 

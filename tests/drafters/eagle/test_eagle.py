@@ -18,7 +18,8 @@ from paceline.drafters.eagle import drafter as eagle_drafter
 from paceline.drafters.eagle.checkpoint import read, recognise, write
 from paceline.drafters.eagle.config import published_layers
 from paceline.drafters.eagle.tree import BELOW, DEPTH, TreeShape, grow, width_of
-from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, drafter_specs
+from paceline.drafters.method_names import drafter_specs
+from paceline.drafters.methods import EAGLE, EAGLE3, METHODS
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRequest
+from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.lookup import index as suffix_index
 from paceline.drafters.lookup import ngram, suffix
 from paceline.drafters.lookup.index import DEPTH, END, SuffixIndex
@@ -32,7 +32,7 @@ SMALL = 4 * SuffixIndex.bytes_for(64) + 100  # a store of 128 tokens, and one se
 
 def pair(method, **options):
     context = DrafterContext(toy_config(100_000), torch.device("cpu"), SpeculationConfig(**options))
-    return DRAFTERS[method](context), DRAFTERS[method](context, native=False)
+    return METHODS[method].make(context), METHODS[method].make(context, native=False)
 
 
 def places_of(drafter, state):

@@ -10,7 +10,7 @@ import torch
 from paceline.config import SpeculationConfig
 from paceline.core.rng import Lane, coin
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters import METHODS, DrafterContext
 from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.policy.interface import DraftPlan
@@ -309,7 +309,7 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
     model = ChainModel(imitating)
     model.most_rows = 3
     drafter = DraftModelDrafter(model)
-    other = DRAFTERS["ngram"](DrafterContext(model.config, torch.device("cpu"), SpeculationConfig()))
+    other = METHODS["ngram"].make(DrafterContext(model.config, torch.device("cpu"), SpeculationConfig()))
     policy = Wavering([drafter.name, drafter.name, drafter.name, other.name], seed)
     engine = ahead_engine(drafter, policy=policy, others=[other], max_num_seqs=3)
     kinds = [

@@ -11,7 +11,7 @@ import torch
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.rng import Lane, coin
 from paceline.core.sequence import Sequence
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRequest
+from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.model import draft_model
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
@@ -361,7 +361,7 @@ def prefill(decoder, tokens):
 def test_the_table_makes_it_from_a_models_name(tiny):
     target = load_model(tiny[0], threads=1)
     threads = torch.get_num_threads()
-    drafter = DRAFTERS["draft-model"](context_of(target, draft_model=str(tiny[1])))
+    drafter = METHODS["draft-model"].make(context_of(target, draft_model=str(tiny[1])))
     assert torch.get_num_threads() == threads
     assert len(drafter.kv_layers) == 3
     config = EngineConfig(block_size=4, num_blocks=64)
@@ -377,7 +377,8 @@ def test_the_table_makes_it_from_a_models_name(tiny):
 def test_versions_differ_by_model(tiny):
     target = load_model(tiny[0], threads=1)
     one, same, other = (
-        DRAFTERS["draft-model"](context_of(target, draft_model=str(folder))).version for folder in (*tiny[:1], *tiny)
+        METHODS["draft-model"].make(context_of(target, draft_model=str(folder))).version
+        for folder in (*tiny[:1], *tiny)
     )
     assert one == same != other
 
@@ -385,9 +386,9 @@ def test_versions_differ_by_model(tiny):
 def test_it_needs_a_model(tiny):
     target = load_model(tiny[0], threads=1)
     with pytest.raises(InvalidParameter, match="--draft-model"):
-        DRAFTERS["draft-model"](context_of(target))
+        METHODS["draft-model"].make(context_of(target))
     with pytest.raises(ModelNotFound, match="does not exist"):
-        DRAFTERS["draft-model"](context_of(target, draft_model="./nowhere"))
+        METHODS["draft-model"].make(context_of(target, draft_model="./nowhere"))
 
 
 def test_another_vocabulary_is_refused_by_name(tiny, tmp_path):
@@ -398,12 +399,12 @@ def test_another_vocabulary_is_refused_by_name(tiny, tmp_path):
     )
     (tmp_path / "tokenizer.json").write_text(shifted)
     with pytest.raises(InvalidParameter, match=r"token 41 is 'w42x' there and 'w41' in the target") as caught:
-        DRAFTERS["draft-model"](context_of(target, draft_model=str(tmp_path)))
+        METHODS["draft-model"].make(context_of(target, draft_model=str(tmp_path)))
     assert str(tmp_path) in str(caught.value)
     context = context_of(target, draft_model=str(tiny[1]))
     larger = DrafterContext(config=toy_config(98), device=context.device, speculation=context.speculation)
     with pytest.raises(InvalidParameter, match=r"has 97 tokens and the target 98"):
-        DRAFTERS["draft-model"](larger)
+        METHODS["draft-model"].make(larger)
 
 
 def test_a_cache_of_another_precision_is_refused():

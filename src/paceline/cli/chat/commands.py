@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.cli.flags import parse_k
 from paceline.cli.output import chosen_drafting, drafting_words, print_note, rate_words
 from paceline.config import AUTO, NONE
-from paceline.drafters.methods import METHODS, matches_method, unknown_method
+from paceline.drafters.method_names import matches_method, unknown_method
+from paceline.drafters.methods import METHODS
 from paceline.errors import InvalidParameter, PacelineError
 
 if TYPE_CHECKING:

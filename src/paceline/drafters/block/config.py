@@ -13,17 +13,18 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.drafters.folder import Json, section
-from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
-from paceline.drafters.speculators import (
+from paceline.drafters.folder import (
     UNKNOWN_TARGET,
+    Json,
     TargetShape,
     description,
     layer_keys,
     refuse_another,
     rope_keys,
+    section,
     target_of,
 )
+from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.load.hf_config import parse_config
 

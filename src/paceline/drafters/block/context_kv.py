@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafters.block.config import TAP_NORM, DSparkConfig
-from paceline.drafters.tapped import TapBatch
+from paceline.drafters.hidden_states import TapBatch
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.cpu.stack import AbsorbedView, NativeStack
 from paceline.models.decoder import Decoder

@@ -33,7 +33,8 @@ from paceline.drafters.block.config import MASKS, W1, W2, DSparkConfig, check_ta
 from paceline.drafters.block.context_kv import ContextKV
 from paceline.drafters.block.native import BlockRow, NativeBlocks
 from paceline.drafters.block.tree import BEAM, CANDIDATES, grow, lattice
-from paceline.drafters.tapped import Floats, TapBatch, TappedDrafter, likely_nodes
+from paceline.drafters.hidden_states import TapBatch
+from paceline.drafters.tapped import Floats, TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.cpu.stack import NativeStack
@@ -203,7 +204,7 @@ class DSparkDrafter(TappedDrafter):
             return super().propose(rows, after)
         sequences, given = [row.sequence for row in rows], []
         for sequence, req_index, length in zip(sequences, *self._places(sequences, after), strict=True):
-            waiting = self._in_ring(sequence, length - len(sequence.tokens))
+            waiting = self._take_pending(sequence, length - len(sequence.tokens))
             given.append(BlockRow(req_index, length, waiting.start, waiting.stop, *self._keys(sequence)))
         stack = self._decoder.stack(self._caches, max([row.end for row in given]))
         assert isinstance(stack, NativeStack)
@@ -247,14 +248,14 @@ class DSparkDrafter(TappedDrafter):
 
     def _rows(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
-        starts, ends = [first * self._block_size for first, _ in keys], [end for _, end in keys]
+        starts, ends = [first * self.block_size for first, _ in keys], [end for _, end in keys]
         tables = [row.sequence.blocks[first:] for row, (first, _) in zip(rows, keys, strict=True)]
         return BlockRows(self.last_tokens(req_indices, lengths), lengths, starts, ends, tables)
 
     def _keys(self, sequence: Sequence) -> tuple[int, int]:
         """The first block of a sequence whose keys are seen, and the positions that its blocks have slots for. Blocks
         whose K/V are not the drafter's own are left out: keys have their positions in them already."""
-        size, (start, end) = self._block_size, self.kv_range(sequence)
+        size, (start, end) = self.block_size, self.kv_range(sequence)
         known = max(end, len(sequence.tokens) - 1)
         return min(-(-start // size), known // size), min(len(sequence.blocks) * size, self.config.body.max_positions)
 

@@ -13,18 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.folder import Json, section
-from paceline.drafters.methods import EAGLE, EAGLE3
-from paceline.drafters.speculators import (
+from paceline.drafters.folder import (
     UNKNOWN_TARGET,
+    Json,
     TargetShape,
     description,
     layer_keys,
     refuse_another,
     rope_keys,
+    section,
     target_keys,
     target_of,
 )
+from paceline.drafters.methods import EAGLE, EAGLE3
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.decoder import FINAL
 from paceline.models.load.hf_config import parse_config, rope_scaling

@@ -22,7 +22,8 @@ from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.eagle.checkpoint import read
 from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.eagle.tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
-from paceline.drafters.tapped import TapBatch, TappedDrafter, likely_nodes
+from paceline.drafters.hidden_states import TapBatch
+from paceline.drafters.tapped import TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import Kernels
@@ -108,7 +109,7 @@ class EagleDrafter(TappedDrafter):
         from paceline.platform.parallel_compile import parallel_compile
 
         works = {}
-        for rows in (rows for rows in reversed(ROWS) if rows * self._most_blocks * self._block_size <= MOST_KEYS):
+        for rows in (rows for rows in reversed(ROWS) if rows * self._most_blocks * self.block_size <= MOST_KEYS):
             inputs = self._blank(rows)
             for nodes in NODES:
                 works[rows, nodes] = inputs, functools.partial(self._grow, inputs, self._shape(nodes))
@@ -167,7 +168,7 @@ class EagleDrafter(TappedDrafter):
             width = max(min(1 << (width - 1).bit_length(), self._most_blocks), width)
         tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
         starts = [max(self._states[one.key].start, 1) for one in sequences]
-        ends = [len(one.blocks) * self._block_size for one in sequences]
+        ends = [len(one.blocks) * self.block_size for one in sequences]
         columns = torch.tensor([starts, [row.max_nodes for row in rows], ends])
         (start, max_nodes, end), tables = packed_to(self.device, columns, tables)
         return Inputs(taps, tokens, lengths, start, max_nodes, end, tables)
@@ -188,7 +189,7 @@ class EagleDrafter(TappedDrafter):
     def _grow(self, inputs: Inputs, shape: TreeShape) -> Proposed:
         layer, cache = self._layer, self._cache
         assert cache is not None
-        batch, longest = len(inputs.tokens), inputs.tables.shape[1] * self._block_size
+        batch, longest = len(inputs.tokens), inputs.tables.shape[1] * self.block_size
         keys = (inputs.lengths - inputs.starts).clamp_min(1)
         context = inputs.starts[:, None] + torch.arange(longest, device=self.device)
         table = self._slots(inputs, context).int()  # (B, L) slots of the context in order
@@ -228,8 +229,8 @@ class EagleDrafter(TappedDrafter):
 
     def _slots(self, inputs: Inputs, positions: Tensor) -> Tensor:
         """(B, P) cache slots of positions; beyond a row's blocks any."""
-        block = (positions // self._block_size).clamp_max(inputs.tables.shape[1] - 1)
-        return inputs.tables.gather(1, block) * self._block_size + positions % self._block_size
+        block = (positions // self.block_size).clamp_max(inputs.tables.shape[1] - 1)
+        return inputs.tables.gather(1, block) * self.block_size + positions % self.block_size
 
     def _plan(
         self,

@@ -12,7 +12,7 @@ from paceline.config import AUTO, MAX_K
 from paceline.core.sequence import Sequence
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.methods import matches_method
+from paceline.drafters.method_names import matches_method
 
 log = logging.getLogger("paceline")
 FIRST_TOKENS = 2  # of an answer: they do not wait for a drafter that has yet to read the prompt,

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 from paceline.config import ModelConfig
-from paceline.drafters.speculators import embedding_sample
+from paceline.drafters.folder import embedding_sample
 from paceline.errors import InvalidParameter
 from paceline.files.prompt_files import read_file
 from paceline.models.load.loader import load_weights

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from paceline.config import MAX_K, ModelConfig
 from paceline.drafters.block import checkpoint as dspark_checkpoint
 from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
-from paceline.drafters.folder import draft_ids
-from paceline.drafters.speculators import TargetShape
+from paceline.drafters.folder import TargetShape, draft_ids
 from paceline.errors import InvalidParameter
 from paceline.training.data.batch import Batch, ahead, anchors
 from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between

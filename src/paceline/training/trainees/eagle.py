@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.eagle.config import LAYER, EagleConfig, published_layers, shapes
-from paceline.drafters.folder import draft_ids
-from paceline.drafters.speculators import TargetShape
+from paceline.drafters.folder import TargetShape, draft_ids
 from paceline.training.data.batch import Batch, ahead, anchors
 from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
 from paceline.training.trainee import StepLoss

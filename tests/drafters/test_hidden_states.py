@@ -7,7 +7,7 @@ import torch
 
 from paceline.config import MAX_K
 from paceline.core.verdict import UnreadVerdict, VerdictRow
-from paceline.drafters.tapped import Committed, TapRing
+from paceline.drafters.hidden_states import CommittedRow, TapRing
 from tests.helpers.contract_toys import features, make_drafter, make_engine, params, prompt_of
 
 WIDTH = 2, 3  # taps of a row, and components of each
@@ -33,14 +33,14 @@ def unread(generator: torch.Generator, batch: int, most: int) -> tuple[UnreadVer
     return verdict, torch.randn(batch * most, *WIDTH, generator=generator)
 
 
-def committed(verdict: UnreadVerdict) -> list[Committed]:
+def committed(verdict: UnreadVerdict) -> list[CommittedRow]:
     """The same as the host knows it."""
     assert verdict.length is not None
     assert verdict.node_row is not None
     assert verdict.req_index is not None
     columns = (verdict.req_index, verdict.length, verdict.node_row, verdict.num_accepted, verdict.tokens, verdict.path)
     return [
-        Committed(req_index, length, node_row, VerdictRow(tokens[: count + 1], path[:count], []))
+        CommittedRow(req_index, length, node_row, VerdictRow(tokens[: count + 1], path[:count], []))
         for req_index, length, node_row, count, tokens, path in zip(*(part.tolist() for part in columns), strict=True)
     ]
 
@@ -48,11 +48,7 @@ def committed(verdict: UnreadVerdict) -> list[Committed]:
 @pytest.mark.parametrize("way", ["native", "on the host", "on a device"])
 @pytest.mark.parametrize(("batch", "most"), [(1, 1), (3, 1), (1, 5), (4, 6)])
 def test_the_ring_holds_what_is_committed(way: str, batch: int, most: int) -> None:
-    generator, ring = torch.Generator().manual_seed(batch + most), TapRing(capacity=8)
-    if way != "native":
-        ring._native = None
-    elif ring._native is None:
-        pytest.skip("no native library")
+    generator, ring = torch.Generator().manual_seed(batch + most), TapRing(capacity=8, native=way == "native")
     expected = {}
     for _ in range(3):
         verdict, taps = unread(generator, batch, most)
@@ -75,9 +71,7 @@ def test_the_ring_holds_what_is_committed(way: str, batch: int, most: int) -> No
 @pytest.mark.parametrize("way", ["native", "on the host", "on a device"])
 def test_the_ring_holds_the_longest_commit(way: str) -> None:
     """A chain of as many nodes as a row may draft, all accepted."""
-    ring, most = TapRing(), MAX_K + 1
-    if way != "native":
-        ring._native = None
+    ring, most = TapRing(native=way == "native"), MAX_K + 1
     taps, columns = torch.randn(most, *WIDTH), {"length": torch.tensor([7]), "req_index": torch.tensor([2])}
     verdict = UnreadVerdict(
         tokens=torch.arange(most)[None],
@@ -121,8 +115,8 @@ def test_a_draft_behind_chunks_that_end_one_token_early_begins_at_the_last_token
         if not preempted and len(sequence.tokens) > room + 1:
             engine.cancel(other.request_id)
             engine.scheduler._preempt(sequence)
-            states, tokens, _ = engine.drafters._ring.stored
-            with torch.inference_mode():  # another sequence had the seat meanwhile
+            states, tokens, _ = drafter._ring.stored
+            with torch.inference_mode():  # another sequence had its place in the ring meanwhile
                 states.fill_(torch.nan)
                 tokens.fill_(-1)
             preempted, length = True, len(sequence.tokens)
