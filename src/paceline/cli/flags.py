@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from paceline.config import AUTO, NONE, SpeculationConfig
-from paceline.drafters.speculative_config import check, given_options
 from paceline.drafters.method_names import method_names
+from paceline.drafters.speculative_config import check, given_options
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
