@@ -143,8 +143,7 @@ class HostDrafter:
     on_device = False
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    covers: tuple[str, ...] = ()  # methods that search the same texts and find less
-    idle = False  # rarely used: only sequences that need a draft are indexed
+    only_by_name = False  # True: `auto` never chooses it; requests may
     shifted_kv = False
     scratch_slots = 0
     depth = MAX_K

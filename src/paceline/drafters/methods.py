@@ -62,7 +62,6 @@ class Method(NamedTuple):
     options: tuple[str, ...]  # fields of SpeculationConfig it takes, beside method and k
     needs: tuple[str, ...] = ()  # options that must be given
     vllm: str | None = None  # its spelling in vLLM's speculative_config; None: vLLM has no such method
-    covers: tuple[str, ...] = ()  # methods that search the same texts and find less
     recognise: Callable[[Mapping[str, Any]], bool] | None = None  # a drafter's config.json is of this method
     export: Callable[..., None] | None = None  # writes a folder for other engines; None: they read it as it is
 
@@ -82,13 +81,12 @@ def _made_by(module: str, maker: str, *more: Any) -> Callable[..., Any]:
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method(NGRAM, _made_by("lookup.ngram", "NgramDrafter"), ("ngram_min", "ngram_max"), vllm="ngram"),
+        Method(NGRAM, _made_by("lookup.suffix", "NgramDrafter"), ("ngram_min", "ngram_max"), vllm="ngram"),
         Method(
             SUFFIX,
             _made_by("lookup.suffix", "SuffixDrafter"),
             ("suffix_corpus", "suffix_store", "suffix_bytes"),
             vllm="suffix",
-            covers=(NGRAM,),
         ),
         Method(
             DRAFT_MODEL,

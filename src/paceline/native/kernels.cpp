@@ -97,37 +97,20 @@ EXPORT long paceline_draw_token(const float* logits, long V, float temperature, 
     return draw_token(logits, V, {temperature, least, top_k, top_p, coin, key});
 }
 
-// -- lookup drafters: see ngram.h, suffix.h and lookup.h
+// -- lookup drafters: see suffix.h and lookup.h
 
-EXPORT void paceline_ngram_extend(ngram::Text* text, const int64_t* tokens, long count) {
-    ngram::extend(*text, tokens, count);
-}
-
-// Index the text from the beginning, with tables that are empty again.
-EXPORT void paceline_ngram_index(ngram::Text* text, long count) {
-    text->length = 0;
-    ngram::extend(*text, text->tokens, count);
-}
-
-EXPORT void paceline_ngram_find(int64_t* asked, long rows) { lookup::find_all(lookup::Ngrams{}, asked, rows); }
-
-EXPORT long paceline_ngram_draft(const int64_t* asked, long rows, long width, int64_t* counts) {
-    return lookup::draft_all(lookup::Ngrams{}, asked, rows, width, counts);
-}
-
-EXPORT void paceline_suffix_extend(suffix::Index* index, const int32_t* tokens, long count) {
+EXPORT void paceline_index_extend(suffix::Index* index, const int32_t* tokens, long count) {
     suffix::extend(*index, tokens, count);
 }
 
-EXPORT void paceline_suffix_append(suffix::Row* row, const int64_t* tokens, long count) {
+EXPORT void paceline_lookup_append(suffix::Row* row, const int64_t* tokens, long count) {
     suffix::append(*row, tokens, count);
 }
 
-EXPORT void paceline_suffix_find(int64_t* asked, long rows, const suffix::Index* store, const suffix::Weights* weights) {
-    lookup::find_all(lookup::Suffixes{store, *weights}, asked, rows);
+EXPORT void paceline_lookup_find(const lookup::Rule* rule, int64_t* rows, long num_rows) {
+    lookup::find_all(*rule, rows, num_rows);
 }
 
-EXPORT long paceline_suffix_draft(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
-                                  const suffix::Weights* weights) {
-    return lookup::draft_all(lookup::Suffixes{store, *weights}, asked, rows, width, counts);
+EXPORT long paceline_lookup_draft(const lookup::Rule* rule, const int64_t* rows, long num_rows, long width, int64_t* counts) {
+    return lookup::draft_all(*rule, rows, num_rows, width, counts);
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-ABI = 9  # plan.h
+ABI = 10  # plan.h
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -35,14 +35,10 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
     "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
-    "ngram_extend": (None, [c_void_p] * 2 + [c_long]),
-    "ngram_index": (None, [c_void_p, c_long]),
-    "ngram_find": (None, [c_void_p, c_long]),
-    "ngram_draft": (c_long, [c_void_p, c_long, c_long, c_void_p]),
-    "suffix_extend": (None, [c_void_p] * 2 + [c_long]),
-    "suffix_append": (None, [c_void_p] * 2 + [c_long]),
-    "suffix_find": (None, [c_void_p, c_long, c_void_p, c_void_p]),
-    "suffix_draft": (c_long, [c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p]),
+    "index_extend": (None, [c_void_p] * 2 + [c_long]),
+    "lookup_append": (None, [c_void_p] * 2 + [c_long]),
+    "lookup_find": (None, [c_void_p] * 2 + [c_long]),
+    "lookup_draft": (c_long, [c_void_p, c_void_p, c_long, c_long, c_void_p]),
 }
 
 

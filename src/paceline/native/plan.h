@@ -6,7 +6,7 @@
 
 namespace {
 
-const long ABI = 9;  // native_kernels.ABI: raised whenever a structure or a signature changes
+const long ABI = 10;  // library.ABI: raised whenever a structure or a signature changes
 
 struct Plan {  // native_kernels.PlanView
     const int32_t *positions, *slots, *sequence, *prefix, *reach, *path, *tables;

@@ -1,10 +1,11 @@
-// Suffix decoding for many texts in one call: the same index, places, evidence and trees as `paceline.drafters.lookup.index`
-// and `suffix_tree`, which document them, in the same order of operations, so that all numbers have the same bits.
+// The suffix index, the places found in it and the trees grown from them. `paceline.drafters.lookup.index` and `.tree` define
+// and document all three; the order of operations is equal to theirs, so all numbers have equal bits.
 //
 // All memory is the caller's.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -12,13 +13,13 @@ namespace suffix {
 
 constexpr int DEPTH = 24, NUM_LEVELS = 3, LEVELS[NUM_LEVELS] = {5, 2, 1}, LIMIT = 6;
 constexpr int COPY = 1;  // the level of two tokens
-constexpr int32_t END = -1, STRANGER = -2;
+constexpr int32_t END = -1, NO_TOKEN = -2;
 constexpr uint64_t PRIME = 1858537381, BASE = (1ull << 32) % PRIME;
-constexpr int MOST = 2 * (NUM_LEVELS - 1) * LIMIT + 2;  // places: two levels of two texts, and a deviating copy
-static_assert(MOST <= 64, "sets of places are bits of a word");
+constexpr int MOST_PLACES = 2 * (NUM_LEVELS - 1) * LIMIT + 2;  // two levels of two texts, and a deviating copy
+static_assert(MOST_PLACES <= 64, "sets of places are bits of a word");
 
-struct Weights {  // as `suffix_tree` has them
-    double foretold[DEPTH + 1], threshold, elsewhere, behind, with, sure[4];
+struct Weights {  // the constants of tree.py
+    double hit_rate[DEPTH + 1], threshold, store_weight, substituted, inserted, level_steps[4];
 };
 
 struct Index {
@@ -27,19 +28,17 @@ struct Index {
 };
 
 struct Place {
-    int64_t match, elsewhere, start;  // tokens shared, whether in the store, position of the token that followed
+    int64_t match, in_store, start;  // tokens shared; whether in the store; position of the token that followed
     double votes;
 };
 
 struct Row {
-    Index* own;  // null: there was no memory left for it
-    int64_t known;
-    int32_t tail[DEPTH + 2];  // the last tokens, newest first, then STRANGER
-    int64_t count;
-    Place places[MOST];
+    Index* own;  // null: there was no memory for one
+    int64_t tail_size;
+    int32_t tail[DEPTH + 2];  // the last tokens, newest first, then NO_TOKEN
+    int64_t count;            // of places
+    Place places[MOST_PLACES];
 };
-
-static inline int least(int a, int b) { return a < b ? a : b; }
 
 // -- the index
 
@@ -64,14 +63,14 @@ static void extend(Index& index, const Token* tokens, int64_t count) {
     }
 }
 
-struct Found {
+struct Occurrence {
     int64_t position, match;
 };
 
-// Where the last LEVELS[level] tokens of a context occurred, newest first.
-static int occurrences(const Index& index, int level, const int32_t* tail, int64_t known, Found* found) {
+// Finds where the last LEVELS[level] tokens of a context occurred, newest first.
+static int occurrences(const Index& index, int level, const int32_t* tail, int64_t tail_size, Occurrence* out) {
     int n = LEVELS[level], count = 0;
-    if (known < n) return 0;
+    if (tail_size < n) return 0;
     int64_t rows = index.rows, mask = rows - 1, oldest = (index.end > rows ? index.end - rows : 0) + DEPTH;
     uint64_t hash = 0;
     for (int i = 0; i < n; i++) hash = hashed(hash, tail[i]);
@@ -81,7 +80,7 @@ static int occurrences(const Index& index, int level, const int32_t* tail, int64
         if (slot <= DEPTH) slot += rows;  // the token before the longest match is read too
         int64_t match = 0;
         while (index.text[slot - 1 - match] == tail[match]) match++;
-        if (match >= n) found[count++] = {position, match};
+        if (match >= n) out[count++] = {position, match};
         position = index.links[level][position & mask];
     }
     return count;
@@ -91,54 +90,73 @@ static int occurrences(const Index& index, int level, const int32_t* tail, int64
 
 static void append(Row& row, const int64_t* tokens, int64_t count) {
     if (row.own) extend(*row.own, tokens, count);
-    int fresh = count < DEPTH ? (int)count : DEPTH, kept = least((int)row.known, DEPTH - fresh);
-    memmove(row.tail + fresh, row.tail, kept * sizeof(int32_t));
-    for (int i = 0; i < fresh; i++) row.tail[i] = (int32_t)tokens[count - 1 - i];
-    row.known = fresh + kept;
-    row.tail[row.known] = STRANGER;
+    int added = (int)std::min(count, (int64_t)DEPTH), older = std::min((int)row.tail_size, DEPTH - added);
+    memmove(row.tail + added, row.tail, older * sizeof(int32_t));
+    for (int i = 0; i < added; i++) row.tail[i] = (int32_t)tokens[count - 1 - i];
+    row.tail_size = added + older;
+    row.tail[row.tail_size] = NO_TOKEN;
 }
 
-// The places of a text that levels `first` to `last` find, the newest first.
-static void collect(Row& row, const Index* index, int64_t elsewhere, int first, int last, double votes) {
+// Adds the places of a text that levels `first` to `last` find, the newest first.
+static void collect(Row& row, const Index* index, int64_t in_store, int first, int last, double votes) {
     if (!index) return;
-    Found all[NUM_LEVELS * LIMIT];
+    Occurrence all[NUM_LEVELS * LIMIT];
     int total = 0;
     for (int level = first; level <= last; level++) {
-        Found merged[NUM_LEVELS * LIMIT];
-        int count = occurrences(*index, level, row.tail, row.known, merged);
+        Occurrence merged[NUM_LEVELS * LIMIT];
+        int count = occurrences(*index, level, row.tail, row.tail_size, merged);
         if (!count) continue;
         int64_t oldest = merged[count - 1].position;
         for (int i = 0; i < total; i++)
             if (all[i].position < oldest) merged[count++] = all[i];
-        memcpy(all, merged, count * sizeof(Found));
+        memcpy(all, merged, count * sizeof(Occurrence));
         total = count;
     }
     for (int i = 0; i < total; i++)
-        row.places[row.count++] = {all[i].match, elsewhere, all[i].position, votes * (double)(1ll << all[i].match)};
+        row.places[row.count++] = {all[i].match, in_store, all[i].position, votes * (double)(1ll << all[i].match)};
 }
 
-// Positions where a copy that deviated at the last token may continue.
-static void add_strayed(Row& row, const Weights& weights, double left) {
+// Adds the positions where a copy that deviated at the last token may continue; `share` of the probability is theirs.
+static void add_after_deviation(Row& row, const Weights& weights, double share) {
     const Index& index = *row.own;
-    Found found[LIMIT];
-    int count = row.known > 2 ? occurrences(index, COPY, row.tail + 1, row.known - 1, found) : 0;
-    const Found* copied = nullptr;  // the newest of equals
+    Occurrence copies[LIMIT];
+    int count = row.tail_size > 2 ? occurrences(index, COPY, row.tail + 1, row.tail_size - 1, copies) : 0;
+    const Occurrence* longest = nullptr;  // the newest of equals
     for (int i = 0; i < count; i++)
-        if (found[i].position < index.end - 1 && (!copied || found[i].match > copied->match)) copied = &found[i];
-    if (!copied) return;
-    int64_t left_out = copied->position;
-    if (left_out + 1 < index.end - 1) row.places[row.count++] = {1, 0, left_out + 1, weights.behind * left};
-    row.places[row.count++] = {1, 0, left_out, weights.with * left};
+        if (copies[i].position < index.end - 1 && (!longest || copies[i].match > longest->match)) longest = &copies[i];
+    if (!longest) return;
+    int64_t start = longest->position;
+    if (start + 1 < index.end - 1) row.places[row.count++] = {1, 0, start + 1, weights.substituted * share};
+    row.places[row.count++] = {1, 0, start, weights.inserted * share};
+}
+
+// The rule of `ngram`: the newest place with the longest match, of `shortest` to `longest` tokens. Returns the tokens shared.
+static int64_t find_longest(Row& row, int64_t shortest, int64_t longest) {
+    row.count = 0;
+    if (!row.own) return 0;
+    Place& best = row.places[0];
+    int64_t length = 0;  // of the match, up to `longest`
+    for (int level = 0; level < NUM_LEVELS; level++) {
+        Occurrence all[LIMIT];
+        int count = occurrences(*row.own, level, row.tail, row.tail_size, all);
+        for (int i = 0; i < count; i++) {
+            int64_t match = std::min(all[i].match, longest);
+            if (match < shortest || match < length || (match == length && all[i].position < best.start)) continue;
+            length = match, best = {all[i].match, 0, all[i].position, 1.0}, row.count = 1;
+        }
+        if (length >= LEVELS[level] || LEVELS[level] <= shortest) break;
+    }
+    return row.count ? best.match : 0;
 }
 
 static void find(Row& row, const Index* store, const Weights& weights) {
     row.count = 0;
-    for (int first = 0; first < 2 && !row.count; first++) {  // a long context first; if none is found, all places
+    for (int first = 0; first < 2 && !row.count; first++) {  // places of a long context; if there are none, all
         int last = first ? NUM_LEVELS - 1 : 0;
         collect(row, row.own, 0, first, last, 1.0);
-        collect(row, store, 1, first, last, weights.elsewhere);
+        collect(row, store, 1, first, last, weights.store_weight);
     }
-    for (int i = 1; i < row.count; i++) {  // by context, in the order they came
+    for (int i = 1; i < row.count; i++) {  // a stable sort by context
         Place place = row.places[i];
         int at = i;
         for (; at > 0 && row.places[at - 1].match < place.match; at--) row.places[at] = row.places[at - 1];
@@ -147,33 +165,33 @@ static void find(Row& row, const Index* store, const Weights& weights) {
     int64_t longest = row.count ? row.places[0].match : 0;
     double total = 0.0;
     for (int i = 0; i < row.count; i++) total += row.places[i].votes;
-    double share = row.count ? weights.foretold[longest] / total : 0.0;
+    double share = row.count ? weights.hit_rate[longest] / total : 0.0;
     for (int i = 0; i < row.count; i++) row.places[i].votes *= share;
-    if (longest <= 1 && row.own) add_strayed(row, weights, 1 - weights.foretold[longest]);
+    if (longest <= 1 && row.own) add_after_deviation(row, weights, 1 - weights.hit_rate[longest]);
 }
 
 static const Index& text_of(const Row& row, const Place& place, const Index* store) {
-    return place.elsewhere ? *store : *row.own;
+    return place.in_store ? *store : *row.own;
 }
 
-static int64_t evidence(const Row& row, const Index* store, const Weights& weights) {
+static int64_t level_of(const Row& row, const Index* store, const Weights& weights) {
     if (!row.count || row.places[0].match >= LEVELS[0]) return row.count ? row.places[0].match : 0;
-    int32_t tokens[MOST];
-    double votes[MOST], sure = 0.0;
-    int kinds = 0;
+    int32_t tokens[MOST_PLACES];
+    double votes[MOST_PLACES], sure = 0.0;
+    int num_tokens = 0;
     for (int i = 0; i < row.count; i++) {
         const Index& index = text_of(row, row.places[i], store);
         int32_t token = index.text[row.places[i].start & (index.rows - 1)];
-        int kind = 0;
-        while (kind < kinds && tokens[kind] != token) kind++;
-        if (kind == kinds) tokens[kind] = token, votes[kinds++] = 0.0;
-        votes[kind] += row.places[i].votes;
+        int at = 0;
+        while (at < num_tokens && tokens[at] != token) at++;
+        if (at == num_tokens) tokens[at] = token, votes[num_tokens++] = 0.0;
+        votes[at] += row.places[i].votes;
     }
-    for (int kind = 0; kind < kinds; kind++)
-        if (votes[kind] >= weights.threshold && tokens[kind] >= 0) sure += votes[kind];
-    int64_t degree = 0;
-    for (double step : weights.sure) degree += sure >= step;
-    return degree;
+    for (int i = 0; i < num_tokens; i++)
+        if (votes[i] >= weights.threshold && tokens[i] >= 0) sure += votes[i];
+    int64_t level = 0;
+    for (double step : weights.level_steps) level += sure >= step;
+    return level;
 }
 
 // -- the tree
@@ -187,14 +205,14 @@ struct Tree {
         return size++;
     }
 
-    // The token at `depth` on the path to a node.
-    int64_t above(int64_t node, int64_t depth) const {
+    // Returns the token at `depth` on the path to a node.
+    int64_t token_above(int64_t node, int64_t depth) const {
         while (depths[node] > depth) node = parents[node];
         return tokens[node];
     }
 };
 
-struct Node {  // that may be taken next
+struct Candidate {  // a node that may be added next
     double probability;
     int64_t parent, depth, token;
     uint64_t places;
@@ -206,19 +224,19 @@ static double votes_of(const Row& row, uint64_t places) {
     return total;
 }
 
-// How many likely tokens from `depth` on follow all places alike; 0 where the places lie in different texts.
-static int64_t agreed(const Row& row, uint64_t places, int64_t depth, double probability, int64_t room, const Index* store,
-                      const Weights& weights, const int32_t** tokens) {
+// Returns the number of likely tokens, from `depth` on, that follow every place; 0 if the places lie in two texts.
+static int64_t common_run(const Row& row, uint64_t places, int64_t depth, double probability, int64_t most,
+                          const Index* store, const Weights& weights, const int32_t** tokens) {
     const Place& first = row.places[__builtin_ctzll(places)];
     const Index& index = text_of(row, first, store);
     int64_t count = 0, latest = first.start, last_slot = 0, mask = index.rows - 1;
-    while (count < room && probability >= weights.threshold) {
+    while (count < most && probability >= weights.threshold) {
         count++;
-        probability *= weights.foretold[least((int)(first.match + depth + count), DEPTH)];
+        probability *= weights.hit_rate[std::min(first.match + depth + count, (int64_t)DEPTH)];
     }
     for (uint64_t rest = places; rest; rest &= rest - 1) {
         const Place& place = row.places[__builtin_ctzll(rest)];
-        if (place.elsewhere != first.elsewhere) return 0;
+        if (place.in_store != first.in_store) return 0;
         int64_t slot = (place.start + depth) & mask;
         if (place.start > latest) latest = place.start;
         if (slot > last_slot) last_slot = slot;
@@ -235,55 +253,67 @@ static int64_t agreed(const Row& row, uint64_t places, int64_t depth, double pro
     return until;
 }
 
-static void grow(const Row& row, int64_t budget, const Index* store, const Weights& weights, Tree& tree) {
-    Node waiting[2 * MOST];  // disjoint, and each at least as likely as the threshold: never more than ten
+// Adds the most probable nodes, best first.
+static void grow(const Row& row, int64_t max_nodes, const Index* store, const Weights& weights, Tree& tree) {
+    Candidate waiting[2 * MOST_PLACES];  // disjoint, and each at least as likely as the threshold: never more than ten
     int count = 0;
     uint64_t places = row.count ? ~0ull >> (64 - row.count) : 0;
     int64_t parent = -1, depth = 0;
-    double worth = 1.0;
-    while (places && tree.size < budget) {
+    double per_vote = 1.0;  // probability that a vote of the places adds to a child
+    while (places && tree.size < max_nodes) {
         const Place& best = row.places[__builtin_ctzll(places)];
         if (!count && (!(places & (places - 1)) || best.match + depth >= LEVELS[0])) {
-            double votes = votes_of(row, places), probability = worth * votes;
+            double votes = votes_of(row, places), probability = per_vote * votes;
             const int32_t* tokens = nullptr;
-            int64_t run = agreed(row, places, depth, probability, budget - tree.size, store, weights, &tokens);
+            int64_t run = common_run(row, places, depth, probability, max_nodes - tree.size, store, weights, &tokens);
             for (int64_t i = 0; i < run; i++) {
                 parent = tree.add(tokens[i], parent, ++depth);
-                probability *= weights.foretold[least((int)(best.match + depth), DEPTH)];
+                probability *= weights.hit_rate[std::min(best.match + depth, (int64_t)DEPTH)];
             }
             if (run) {
-                worth = probability / votes;
+                per_vote = probability / votes;
                 continue;
             }
         }
-        Node children[MOST];
-        int kinds = 0;
+        Candidate children[MOST_PLACES];
+        int num_children = 0;
         for (uint64_t rest = places; rest; rest &= rest - 1) {
-            int which = __builtin_ctzll(rest);
-            const Index& index = text_of(row, row.places[which], store);
-            int64_t at = row.places[which].start + depth;
-            int64_t token = at < index.end ? index.text[at & (index.rows - 1)] : tree.above(parent, at - index.end + 1);
-            int kind = 0;
-            while (kind < kinds && children[kind].token != token) kind++;
-            if (kind == kinds) children[kinds++] = {0.0, parent, depth + 1, token, 0};
-            children[kind].places |= 1ull << which;
+            int place = __builtin_ctzll(rest);
+            const Index& index = text_of(row, row.places[place], store);
+            int64_t at = row.places[place].start + depth;
+            int64_t token = at < index.end ? index.text[at & (index.rows - 1)] : tree.token_above(parent, at - index.end + 1);
+            int child = 0;
+            while (child < num_children && children[child].token != token) child++;
+            if (child == num_children) children[num_children++] = {0.0, parent, depth + 1, token, 0};
+            children[child].places |= 1ull << place;
         }
-        for (int kind = 0; kind < kinds; kind++) {
-            Node& child = children[kind];
-            child.probability = worth * votes_of(row, child.places);
-            if (child.token >= 0 && child.probability >= weights.threshold && count < 2 * MOST) waiting[count++] = child;
+        for (int i = 0; i < num_children; i++) {
+            Candidate& child = children[i];
+            child.probability = per_vote * votes_of(row, child.places);
+            if (child.token >= 0 && child.probability >= weights.threshold && count < 2 * MOST_PLACES) waiting[count++] = child;
         }
         if (!count) break;
-        int next = 0;  // the first of equals
+        int likeliest = 0;  // the first of equals
         for (int i = 1; i < count; i++)
-            if (waiting[i].probability > waiting[next].probability) next = i;
-        Node node = waiting[next];
-        memmove(waiting + next, waiting + next + 1, (--count - next) * sizeof(Node));  // they stay in order
-        depth = node.depth;
-        parent = tree.add(node.token, node.parent, depth);
-        places = node.places;
+            if (waiting[i].probability > waiting[likeliest].probability) likeliest = i;
+        Candidate next = waiting[likeliest];
+        memmove(waiting + likeliest, waiting + likeliest + 1, (--count - likeliest) * sizeof(Candidate));
+        depth = next.depth;
+        parent = tree.add(next.token, next.parent, depth);
+        places = next.places;
         int64_t match = row.places[__builtin_ctzll(places)].match;
-        worth = node.probability * weights.foretold[least((int)(match + depth), DEPTH)] / votes_of(row, places);
+        double hit_rate = weights.hit_rate[std::min(match + depth, (int64_t)DEPTH)];
+        per_vote = next.probability * hit_rate / votes_of(row, places);
+    }
+}
+
+// Adds the tokens that followed the one place; past the end of the text the chain continues from itself.
+static void continue_place(const Row& row, int64_t max_nodes, Tree& tree) {
+    if (!row.count) return;
+    const Index& index = *row.own;
+    for (int64_t at = row.places[0].start; tree.size < max_nodes; at++) {
+        int64_t token = at < index.end ? index.text[at & (index.rows - 1)] : tree.tokens[at - index.end];
+        tree.add(token, tree.size - 1, tree.size + 1);
     }
 }
 

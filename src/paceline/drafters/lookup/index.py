@@ -1,8 +1,8 @@
-"""Every place of a growing text where its last tokens occurred before, in flat arrays of known size.
+"""An index of a growing text: positions where its last tokens occurred before, in flat arrays of known size.
 
-The text is a ring: when it is full, new tokens overwrite the oldest. It is indexed by hash chains, as in LZ77:
-for each n of `LEVELS` a table of heads (hash of n tokens -> where its most recent continuation begins) and, for each
-position, the previous position with the same hash. Hashes may collide; a position counts only once the tokens before it
+The text is a ring: when it is full, new tokens overwrite the oldest. It is indexed by hash chains, as in LZ77: for
+each n of `LEVELS` a table of heads (hash of n tokens -> where their most recent continuation begins) and, for each
+position, the previous position with an equal hash. Hashes may collide; a position counts only once the tokens before it
 have been compared. `END` separates texts and is never proposed.
 """
 
@@ -15,10 +15,12 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-DEPTH = 24  # longer matches count as this long
+from paceline.core.sequence import Sequence
+
+DEPTH = 24  # tokens; a longer match counts as this long
 LEVELS = (5, 2, 1)  # match lengths that have chains of their own
 LIMIT = 6  # most recent occurrences examined for each level
-END = -1  # after the last token of a text
+END = -1  # separator of texts
 MIN_ROWS = 64
 
 _PRIME = 1_858_537_381  # hashes are packed tokens modulo this; below 2**31, so that products fit 64 bits
@@ -43,7 +45,7 @@ class Context:
         self.hashes = [values[n] if n < len(values) else None for n in LEVELS]  # None: the text has fewer than n tokens
 
     def before(self) -> Context:
-        """The context without its last token, hashed for the level of two tokens only."""
+        """Return the context without its last token, hashed for the level of two tokens only."""
         shorter = Context.__new__(Context)
         shorter.newest_first = tail = self.newest_first[1:]
         shorter.hashes = [(tail[0] * _BASE + tail[1]) % _PRIME if n == 2 and len(tail) > 2 else None for n in LEVELS]
@@ -60,14 +62,14 @@ class SuffixIndex:
 
     def _clear(self) -> None:
         rows = self.rows
-        text: Ints = np.full(rows + DEPTH, END, np.int32)  # the first DEPTH slots again behind the last
+        text: Ints = np.full(rows + DEPTH, END, np.int32)  # the first DEPTH slots are repeated after the last
         heads, links = ([np.full(rows, -1, np.int32) for _ in LEVELS] for _ in range(2))
-        self.end = DEPTH  # END fills those before, so that every token has a context
+        self.end = DEPTH  # END fills the positions before, so every token has a context
         self._recent = (1 << 32 * LEVELS[0]) - 1  # the last tokens, packed; END before the beginning
-        self._work_on(rows, text, heads, links)
+        self._use(rows, text, heads, links)
 
-    def _work_on(self, rows: int, text: Ints, heads: list[Ints], links: list[Ints]) -> None:
-        """Switch to these arrays, all at once: where allocating one of them failed, the old ones are still in use.
+    def _use(self, rows: int, text: Ints, heads: list[Ints], links: list[Ints]) -> None:
+        """Switch to all of these arrays at once: if allocating one of them failed, the old ones are still in use.
 
         Single elements are read and written through memoryviews, several times faster than through numpy.
         """
@@ -84,8 +86,8 @@ class SuffixIndex:
     def nbytes(self) -> int:
         return self.bytes_for(self.rows)
 
-    def make_room(self, count: int, spare: int) -> int:
-        """Double the ring until `count` more tokens fit or `spare` bytes would be exceeded; the bytes it grew by."""
+    def make_room(self, count: int, spare: float) -> int:
+        """Double the ring until `count` more tokens fit or `spare` bytes would be exceeded; return the added bytes."""
         before = self.nbytes
         rows = self.rows
         while self.end + count > rows >= self.end and self.bytes_for(2 * rows) - before <= spare:
@@ -95,8 +97,8 @@ class SuffixIndex:
         return self.nbytes - before
 
     def _grow(self, rows: int) -> None:
-        """Without rehashing: each head is copied to every bucket that its bucket splits into, so chains keep some
-        positions of another hash, which the comparison of tokens rejects."""
+        """Grow without rehashing: each head is copied to every bucket that its bucket splits into. Chains then keep
+        some positions of another hash, which the comparison of tokens rejects."""
         text: Ints = np.full(rows + DEPTH, END, np.int32)
         text[: self.rows] = self._text[: self.rows]
         text[rows:] = text[:DEPTH]
@@ -104,11 +106,11 @@ class SuffixIndex:
         links = [np.full(rows, -1, np.int32) for _ in LEVELS]
         for longer, shorter in zip(links, self._links, strict=True):
             longer[: self.rows] = shorter
-        self._work_on(rows, text, heads, links)
+        self._use(rows, text, heads, links)
 
     def extend(self, tokens: SequenceOf[int] | Ints) -> None:
         """Append; each token becomes the continuation of the n-grams that end before it."""
-        self.number_afresh()
+        self.renumber()
         new: Ints = np.asarray(tokens, np.int32)
         step = min(_CHUNK, self.rows)
         for first in range(0, len(new), step):
@@ -119,12 +121,12 @@ class SuffixIndex:
         """Tokens that may be appended before the ring must grow or positions must be renumbered."""
         return (self.rows if self.end <= self.rows else _LAST_POSITION) - self.end
 
-    def number_afresh(self) -> None:
-        """Renumber positions from the start, where they have become too large."""
+    def renumber(self) -> None:
+        """Number positions from the start again, if they have become too large."""
         if self.end > _LAST_POSITION:
-            kept = self.tokens()
+            tokens = self.tokens()
             self._clear()
-            self.extend(kept)
+            self.extend(tokens)
 
     def _extend(self, tokens: Ints) -> None:
         count, longest = len(tokens), LEVELS[0]
@@ -153,22 +155,22 @@ class SuffixIndex:
     ) -> None:
         order = np.argsort(buckets, kind="stable")
         bucket, position = buckets[order], positions[order]
-        again = bucket[1:] == bucket[:-1]
+        repeated = bucket[1:] == bucket[:-1]
         previous = heads[bucket]
-        previous[1:][again] = position[:-1][again]
+        previous[1:][repeated] = position[:-1][repeated]
         links[slots[order]] = previous
-        last = np.append(~again, True)
+        last = np.append(~repeated, True)
         heads[bucket[last]] = position[last]
 
     def tokens(self, last: int | None = None) -> Ints:
-        """The text still held, or its last tokens."""
-        held = min(self.end - DEPTH, self.rows)
-        count = held if last is None else min(held, last)
-        kept: Ints = self._text[np.arange(self.end - count, self.end) & (self.rows - 1)]
-        return kept
+        """Return the text that the ring holds, or its last tokens."""
+        size = min(self.end - DEPTH, self.rows)
+        count = size if last is None else min(size, last)
+        tokens: Ints = self._text[np.arange(self.end - count, self.end) & (self.rows - 1)]
+        return tokens
 
     def common_run(self, starts: SequenceOf[int], depth: int, count: int) -> list[int]:
-        """Up to `count` tokens from `depth` after every start, if they are the same; else nothing."""
+        """Return up to `count` tokens from `depth` after every start, if they are equal; else nothing."""
         count = min(count, self.end - max(starts) - depth)
         slots = [start + depth & self.rows - 1 for start in starts]
         if count < 1 or max(slots) + count > len(self.text):
@@ -180,10 +182,10 @@ class SuffixIndex:
         tokens: list[int] = self.text[slots[0] : slots[0] + count].tolist()
         return tokens[: tokens.index(END)] if END in tokens else tokens
 
-    def occurrences(self, level: int, context: Context, known: dict[int, int]) -> list[int]:
-        """Positions that followed an occurrence of the last LEVELS[level] tokens, newest first.
+    def occurrences(self, level: int, context: Context, matches: dict[int, int]) -> list[int]:
+        """Return positions that followed an occurrence of the last LEVELS[level] tokens, newest first.
 
-        `known` caches the match length of every position. The oldest tokens of a full ring are skipped: their own
+        `matches` caches the match length of every position. The oldest tokens of a full ring are skipped: their own
         context is partly overwritten.
         """
         value = context.hashes[level]
@@ -195,11 +197,11 @@ class SuffixIndex:
         if position < oldest:  # most often
             return []
         n, text, tail = LEVELS[level], self.text, context.newest_first
-        found: list[int] = []
+        positions: list[int] = []
         for _ in range(2 * LIMIT):
             if position < oldest:
                 break
-            match = known.get(position, -1)
+            match = matches.get(position, -1)
             if match < 0:
                 slot = position & mask
                 if slot <= DEPTH:  # the token before the longest match is read too
@@ -207,13 +209,13 @@ class SuffixIndex:
                 match = 0
                 while text[slot - 1 - match] == tail[match]:
                     match += 1
-                known[position] = match
+                matches[position] = match
             if match >= n:
-                found.append(position)
-                if len(found) == LIMIT:
+                positions.append(position)
+                if len(positions) == LIMIT:
                     break
             position = links[position & mask]
-        return found
+        return positions
 
 
 Index = TypeVar("Index", bound=SuffixIndex)
@@ -222,8 +224,8 @@ Index = TypeVar("Index", bound=SuffixIndex)
 class Memory(Generic[Index]):
     """Indexes with a common byte limit; `new_index` returns None once it is reached."""
 
-    def __init__(self, max_bytes: int, make: Callable[[], Index]) -> None:
-        self._max_bytes, self._make = max_bytes, make
+    def __init__(self, make: Callable[[], Index], max_bytes: float = float("inf")) -> None:
+        self._make, self._max_bytes = make, max_bytes
         self.nbytes = 0
 
     def new_index(self) -> Index | None:
@@ -238,3 +240,16 @@ class Memory(Generic[Index]):
 
     def give_back(self, index: Index | None) -> None:
         self.nbytes -= 0 if index is None else index.nbytes
+
+
+class LookupState(Generic[Index]):
+    """The lookup state of one sequence."""
+
+    __slots__ = ("at", "index", "indexed", "level", "sequence")
+
+    def __init__(self, sequence: Sequence, index: Index | None) -> None:
+        self.sequence = sequence
+        self.index = index  # None: there was no memory for one
+        self.indexed = 0  # tokens
+        self.at = -1  # length of the text when it was looked up
+        self.level = 0  # of that lookup

@@ -1,4 +1,4 @@
-"""Lookup drafters in native code (native/lookup.h): all rows of a step in one call.
+"""Lookup in native code (native/lookup.h), on the arrays of `SuffixIndex`: all rows of a step in one call.
 
 The arrays are numpy's; C reads and writes them through views, which are updated when an array is replaced. Only the new
 tokens of each text are passed in a call.
@@ -7,45 +7,136 @@ tokens of each text are passed in a call.
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
+import sys
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, TypeVar
+from ctypes import c_double, c_int32, c_int64, c_void_p
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
-from paceline.drafters.lookup.lookup import State
+from paceline.drafters.lookup.index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints, LookupState, Memory, SuffixIndex
+from paceline.drafters.lookup.store import SuffixStore
+from paceline.drafters.lookup.tree import HIT_RATE, INSERTED, LEVEL_STEPS, STORE_WEIGHT, SUBSTITUTED, THRESHOLD
 from paceline.native.library import Library
 
 PLANES = 3  # of a draft: tokens, parents and depths
+MOST_PLACES = 2 * (len(LEVELS) - 1) * LIMIT + 2
 
 
-class NativeState(State):
-    __slots__ = ("address", "indexed", "room", "view")
-
-    def __init__(self, sequence: Sequence, view: ctypes.Structure) -> None:
-        super().__init__(sequence)
-        self.view, self.address = view, ctypes.addressof(view)
-        self.indexed = 0  # tokens
-        self.room = 0  # tokens that fit before the arrays must grow
+class WeightsView(ctypes.Structure):
+    _fields_ = (
+        ("hit_rate", c_double * len(HIT_RATE)),
+        *((name, c_double) for name in ("threshold", "store_weight", "substituted", "inserted")),
+        ("level_steps", c_double * len(LEVEL_STEPS)),
+    )
 
 
-S = TypeVar("S", bound=NativeState)
+class RuleView(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("store", "weights")),
+        *((name, c_int64) for name in ("ngram_min", "ngram_max")),
+    )
 
 
-class NativeBackend(ABC, Generic[S]):
-    """`method` names a pair of native functions, to find and to draft, with `shared` as further arguments of both;
-    `append` the one that adds tokens to a text."""
+class IndexView(ctypes.Structure):
+    _fields_ = (
+        ("text", c_void_p),
+        ("heads", c_void_p * len(LEVELS)),
+        ("links", c_void_p * len(LEVELS)),
+        ("rows", c_int64),
+        ("end", c_int64),
+    )
 
-    def __init__(self, library: Library, method: str, append: str, *shared: int | None) -> None:
-        self._append = library.function(append)
-        self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
-        self._shared = shared
+
+class PlaceView(ctypes.Structure):
+    _fields_ = (*((name, c_int64) for name in ("match", "in_store", "start")), ("votes", c_double))
+
+
+class RowView(ctypes.Structure):
+    _fields_ = (
+        ("own", c_void_p),
+        ("tail_size", c_int64),
+        ("tail", c_int32 * (DEPTH + 2)),
+        ("count", c_int64),
+        ("places", PlaceView * MOST_PLACES),
+    )
+
+
+class NativeIndex(SuffixIndex):
+    """An index to whose arrays native code appends."""
+
+    def __init__(self, extend: Callable[..., Any], rows: int = MIN_ROWS) -> None:
+        self._native_extend, self._view = extend, IndexView()
+        self.address = ctypes.addressof(self._view)
+        super().__init__(rows)
+
+    @classmethod
+    def maker(cls, library: Library) -> Callable[[], NativeIndex]:
+        return partial(cls, library.function("index_extend"))
+
+    @property
+    def end(self) -> int:
+        end: int = self._view.end
+        return end
+
+    @end.setter
+    def end(self, end: int) -> None:
+        self._view.end = end
+
+    def _extend(self, tokens: Ints) -> None:
+        tokens = np.ascontiguousarray(tokens)
+        self._native_extend(self.address, tokens.ctypes.data, len(tokens))
+
+    def _use(self, rows: int, text: Ints, heads: list[Ints], links: list[Ints]) -> None:
+        super()._use(rows, text, heads, links)
+        view = self._view
+        view.text, view.rows = text.ctypes.data, rows
+        view.heads[:] = [table.ctypes.data for table in heads]
+        view.links[:] = [table.ctypes.data for table in links]
+
+
+class NativeState(LookupState[NativeIndex]):
+    __slots__ = ("address", "room", "view")
+
+    def __init__(self, sequence: Sequence, index: NativeIndex | None) -> None:
+        super().__init__(sequence, index)
+        self.view = RowView(own=None if index is None else index.address)
+        self.address = ctypes.addressof(self.view)
+        self.room = 0  # length of the text up to which the arrays need not grow
+
+
+class NativeLookup:
+    def __init__(self, library: Library, memory: Memory[NativeIndex], rule: RuleView, owners: object = None) -> None:
+        """`owners`: objects that `rule` points into."""
+        self._append = library.function("lookup_append")
+        self._find, self._draft = library.function("lookup_find"), library.function("lookup_draft")
+        self._memory, self._rule, self._owners = memory, rule, owners
+        self._rule_at = ctypes.addressof(rule)
         self._out, self._out_at = np.empty(0, np.int64), 0  # the last drafts, and the buffer's address
 
-    def index_up_to(self, state: S, end: int) -> None:
+    @classmethod
+    def by_suffix(cls, library: Library, memory: Memory[NativeIndex], store: SuffixStore) -> NativeLookup:
+        past, weights = store.index, WeightsView(HIT_RATE, THRESHOLD, STORE_WEIGHT, SUBSTITUTED, INSERTED, LEVEL_STEPS)
+        assert past is None or isinstance(past, NativeIndex)
+        rule = RuleView(store=None if past is None else past.address, weights=ctypes.addressof(weights))
+        return cls(library, memory, rule, (past, weights))
+
+    @classmethod
+    def by_longest(cls, library: Library, memory: Memory[NativeIndex], lengths: tuple[int, int]) -> NativeLookup:
+        return cls(library, memory, RuleView(ngram_min=lengths[0], ngram_max=lengths[1]))
+
+    def new(self, sequence: Sequence) -> NativeState:
+        return NativeState(sequence, self._memory.new_index())
+
+    def drop(self, state: NativeState) -> None:
+        self._memory.give_back(state.index)
+
+    def index_up_to(self, state: NativeState, end: int) -> None:
         if end <= state.indexed:  # the last lookup holds positions, which must stay valid
             return
         tokens = state.sequence.tokens
@@ -55,9 +146,9 @@ class NativeBackend(ABC, Generic[S]):
         self._append(state.address, new.buffer_info()[0], len(new))
         state.indexed += len(new)
 
-    def find(self, states: SequenceOf[S]) -> None:
+    def find(self, states: SequenceOf[NativeState]) -> None:
         states = list(dict.fromkeys(states))  # the new tokens of a text are passed once
-        asked = [state.address for state in states]
+        rows = [state.address for state in states]
         new: list[int] = []
         lengths = []
         for state in states:
@@ -66,25 +157,28 @@ class NativeBackend(ABC, Generic[S]):
             if length > state.room:
                 self._make_room(state, length)
             new += tokens[state.indexed :]
-            asked.append(len(new))
+            rows.append(len(new))
             lengths.append(length)
-        packed, rows = array("q", asked + new), len(states)
-        self._find(packed.buffer_info()[0], rows, *self._shared)
+        packed, count = array("q", rows + new), len(states)
+        self._find(self._rule_at, packed.buffer_info()[0], count)
         # Only now: making room may have failed for one of them, and then no text was indexed.
-        for state, found, length in zip(states, packed[rows : 2 * rows].tolist(), lengths, strict=True):
-            state.level, state.at, state.indexed = found, length, length
+        for state, level, length in zip(states, packed[count : 2 * count].tolist(), lengths, strict=True):
+            state.level, state.at, state.indexed = level, length, length
 
-    def draft(self, states: SequenceOf[S], max_nodes: SequenceOf[int]) -> Draft:
-        """The native function fills a buffer with node counts and planes; it returns the width used, as -1 - width
-        where every row is a chain of that width."""
+    def draft(self, states: SequenceOf[NativeState], max_nodes: SequenceOf[int]) -> Draft:
+        """Return the drafts of what `find` found.
+
+        The native function fills a buffer with node counts and planes. It returns the width used, as -1 - width if
+        every row is a chain of that width.
+        """
         rows, most = len(states), max(max_nodes, default=0)
-        needed = rows * (1 + PLANES * most)
-        if needed > len(self._out):
-            self._out = np.empty(2 * needed, np.int64)
+        size = rows * (1 + PLANES * most)
+        if size > len(self._out):
+            self._out = np.empty(2 * size, np.int64)
             self._out_at = self._out.ctypes.data
-        asked = array("q", [state.address for state in states])
-        asked.extend(max_nodes)
-        used: int = self._draft(asked.buffer_info()[0], rows, most, self._out_at, *self._shared)
+        packed = array("q", [state.address for state in states])
+        packed.extend(max_nodes)
+        used: int = self._draft(self._rule_at, packed.buffer_info()[0], rows, most, self._out_at)
         width, only_chains = max(used, -1 - used), used < 0
         planes = 1 if only_chains else PLANES
         nodes = self._out[rows : rows + planes * rows * width].reshape(planes, rows, width).copy()
@@ -95,6 +189,11 @@ class NativeBackend(ABC, Generic[S]):
         tokens, parents, depth = nodes
         return Draft.of_arrays(tokens, parents, depth, self._out[:rows].copy())
 
-    @abstractmethod
-    def _make_room(self, state: S, length: int) -> None:
-        """For a text of so many tokens."""
+    def _make_room(self, state: NativeState, length: int) -> None:
+        """Make room for a text of `length` tokens."""
+        if state.index is None:
+            state.room = sys.maxsize
+            return
+        self._memory.make_room(state.index, length - state.indexed)
+        state.index.renumber()
+        state.room = state.indexed + state.index.room

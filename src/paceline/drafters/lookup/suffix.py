@@ -1,54 +1,124 @@
-"""Suffix decoding (2411.04975): propose what followed the last tokens elsewhere in this text, or in past answers.
+"""Lookup drafters: they propose what followed a text's last tokens elsewhere. Two rules share one index.
 
-Each sequence has an index over its prompt and output; one store over finished answers serves all. Together they keep
-within `suffix_bytes`: the store may take three quarters, and a sequence that finds no room left forgets its oldest
-tokens. Aborted and preempted sequences add nothing to the store, so nothing is learned twice.
+`suffix` (suffix decoding, 2411.04975) draws a tree from several places of this text and of past answers. Each sequence
+has an index over its prompt and output; one store over finished answers serves all. Together they keep within
+`suffix_bytes`: the store may take three quarters, and a sequence that finds no room left forgets its oldest tokens.
+Aborted and preempted sequences add nothing to the store, so nothing is learned twice.
+
+`ngram` (prompt lookup) drafts a chain from one place of this text: the newest with the longest match. Chains of the
+index begin at 5, 2 and 1 tokens and show the latest occurrences, so a longer match further back may be missed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
-from paceline.drafters.base import DrafterContext
-from paceline.drafters.lookup.index import Context, Memory, SuffixIndex
-from paceline.drafters.lookup.lookup import LookupDrafter, State
-from paceline.drafters.lookup.native_suffix import NativeIndex, NativeSuffixes
+from paceline.drafters.base import DrafterContext, DraftRequest, HostDrafter
+from paceline.drafters.lookup.index import Context, LookupState, Memory, SuffixIndex
+from paceline.drafters.lookup.native import NativeIndex, NativeLookup
 from paceline.drafters.lookup.store import SuffixStore
-from paceline.drafters.lookup.tree import STORE_WEIGHT, Lookup, Place, evidence_of, grow, places_of
-from paceline.drafters.methods import METHODS, SUFFIX
+from paceline.drafters.lookup.tree import (
+    STORE_WEIGHT,
+    Lookup,
+    Place,
+    Tree,
+    continuation,
+    grow,
+    level_of,
+    longest_place,
+    places_of,
+)
+from paceline.drafters.methods import NGRAM, SUFFIX
 from paceline.native.library import load_library
 
 log = logging.getLogger("paceline")
 
+S = TypeVar("S", bound=LookupState[Any])
 
-class _State(State):
-    __slots__ = ("index", "indexed", "places")
+
+class Rule(Protocol):
+    """Places that a lookup takes, the level they support, and the draft made of them."""
+
+    def places(self, index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]: ...
+    def level(self, places: SequenceOf[Place]) -> int: ...
+    def tree(self, places: list[Place], max_nodes: int) -> Tree: ...
+
+
+class SuffixRule:
+    def __init__(self, store: SuffixStore) -> None:
+        self._store = store
+
+    def places(self, index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
+        context, store = Context(tokens), self._store.index
+        lookups = [] if index is None else [Lookup(index, context)]
+        lookups += [] if store is None else [Lookup(store, context, STORE_WEIGHT)]
+        return places_of(lookups, index, context)
+
+    def level(self, places: SequenceOf[Place]) -> int:
+        return level_of(places)
+
+    def tree(self, places: list[Place], max_nodes: int) -> Tree:
+        return grow(places, max_nodes)
+
+
+class LongestRule:
+    def __init__(self, lengths: tuple[int, int]) -> None:
+        self._lengths = lengths
+
+    def places(self, index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
+        return [] if index is None else longest_place(index, Context(tokens), *self._lengths)
+
+    def level(self, places: SequenceOf[Place]) -> int:
+        return places[0][0] if places else 0
+
+    def tree(self, places: list[Place], max_nodes: int) -> Tree:
+        return continuation(places, max_nodes)
+
+
+class Backend(Protocol[S]):
+    """The indexes of all sequences, and their search."""
+
+    def new(self, sequence: Sequence) -> S:
+        """Return a state with no tokens indexed yet."""
+
+    def index_up_to(self, state: S, end: int) -> None:
+        """Index tokens[:end]."""
+
+    def find(self, states: SequenceOf[S]) -> None:
+        """Look up the texts as they are now."""
+
+    def draft(self, states: SequenceOf[S], max_nodes: SequenceOf[int]) -> Draft:
+        """Return drafts of what `find` found."""
+
+    def drop(self, state: S) -> None:
+        """Free the state."""
+
+
+class PythonState(LookupState[SuffixIndex]):
+    __slots__ = ("places",)
 
     def __init__(self, sequence: Sequence, index: SuffixIndex | None) -> None:
-        super().__init__(sequence)
-        self.index = index  # None: there was no memory left for it
-        self.indexed = 0  # tokens
-        self.places: list[Place] = []  # that vote for the next tokens
+        super().__init__(sequence, index)
+        self.places: list[Place] = []
 
 
-class PythonSuffixes:
-    """In Python: where there is no native library, and as the reference in tests."""
+class PythonLookup:
+    """Lookup in Python: the definition, the reference in tests, and the backend if there is no native library."""
 
-    def __init__(self, memory: Memory[SuffixIndex], store: SuffixStore) -> None:
-        self._memory, self._store = memory, store
+    def __init__(self, memory: Memory[SuffixIndex], rule: Rule) -> None:
+        self._memory, self._rule = memory, rule
 
-    def new(self, sequence: Sequence) -> _State:
-        return _State(sequence, self._memory.new_index())
+    def new(self, sequence: Sequence) -> PythonState:
+        return PythonState(sequence, self._memory.new_index())
 
-    def index_up_to(self, state: _State, end: int) -> None:
+    def index_up_to(self, state: PythonState, end: int) -> None:
         if state.indexed < end:
             tokens = state.sequence.tokens
             if state.index is not None:
@@ -56,52 +126,112 @@ class PythonSuffixes:
                 state.index.extend(tokens[state.indexed : end])
             state.indexed = end
 
-    def find(self, states: SequenceOf[_State]) -> None:
+    def find(self, states: SequenceOf[PythonState]) -> None:
         for state in states:
             tokens = state.sequence.tokens
             self.index_up_to(state, len(tokens))
-            context, store = Context(tokens), self._store.index
-            lookups = [] if state.index is None else [Lookup(state.index, context)]
-            lookups += [] if store is None else [Lookup(store, context, STORE_WEIGHT)]
-            state.places, state.at = places_of(lookups, state.index, context), len(tokens)
-            state.level = evidence_of(state.places)
+            state.places, state.at = self._rule.places(state.index, tokens), len(tokens)
+            state.level = self._rule.level(state.places)
 
-    def draft(self, states: SequenceOf[_State], max_nodes: SequenceOf[int]) -> Draft:
-        trees = [grow(state.places, max_nodes) for state, max_nodes in zip(states, max_nodes, strict=True)]
+    def draft(self, states: SequenceOf[PythonState], max_nodes: SequenceOf[int]) -> Draft:
+        trees = [self._rule.tree(state.places, most) for state, most in zip(states, max_nodes, strict=True)]
         counts = [len(tree.tokens) for tree in trees]
         width = max(counts, default=0)
-        lists = [([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1)]
-        lists.append(([tree.depths for tree in trees], 0))
-        table = [[one + [filler] * (width - len(one)) for one in each] for each, filler in lists]
+        planes = (([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1))
+        table = [
+            [row + [filler] * (width - len(row)) for row in rows]
+            for rows, filler in (*planes, ([tree.depths for tree in trees], 0))
+        ]
         # Through numpy: after a pass has evicted the CPU caches, torch.tensor takes several times as long.
         tokens, parents, depth = map(torch.from_numpy, np.array(table, np.int64).reshape(3, len(states), width))
         num_nodes = torch.from_numpy(np.array(counts, np.int64))
         return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
 
-    def drop(self, state: _State) -> None:
+    def drop(self, state: PythonState) -> None:
         self._memory.give_back(state.index)
+
+
+class LookupDrafter(HostDrafter, Generic[S]):
+    """A lookup by either rule. All rows of a step are looked up at once, and each text once for each length it has:
+    later calls at that length read the stored result."""
+
+    def __init__(self, backend: Backend[S]) -> None:
+        self.backend = backend
+        self.states: dict[str, S] = {}
+
+    def levels(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        return [state.level for state in self.looked_up(sequences)]
+
+    def level(self, sequence: Sequence) -> int:
+        """Return the level of a draft made now: a function of the committed tokens and of past answers."""
+        state = self.states.get(sequence.key)
+        if state is None or state.at != len(sequence.tokens) or state.sequence is not sequence:
+            (state,) = self.looked_up([sequence])
+        return state.level
+
+    def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
+        return self.backend.draft(self.looked_up([row.sequence for row in rows]), [row.max_nodes for row in rows])
+
+    def admit(self, sequence: Sequence, start: int, end: int) -> None:
+        self._forget(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self._forget(sequence)
+
+    def looked_up(self, sequences: SequenceOf[Sequence]) -> list[S]:
+        known, states, due = self.states, [], []
+        for sequence in sequences:
+            state = known.get(sequence.key)
+            if state is None or state.sequence is not sequence:
+                state = self.state_of(sequence)
+            states.append(state)
+            if state.at != len(sequence.tokens):
+                due.append(state)
+        if due:
+            self.backend.find(due)
+        return states
+
+    def state_of(self, sequence: Sequence) -> S:
+        state = self.states.get(sequence.key)
+        if state is None or state.sequence is not sequence:
+            self._forget(sequence)
+            state = self.states[sequence.key] = self.backend.new(sequence)
+        return state
+
+    def _forget(self, sequence: Sequence) -> bool:
+        """Drop the sequence's state; return whether there was one."""
+        state = self.states.pop(sequence.key, None)
+        if state is not None:
+            self.backend.drop(state)
+        return state is not None and state.sequence is sequence
 
 
 class SuffixDrafter(LookupDrafter[Any]):
     name = SUFFIX
-    covers = METHODS[SUFFIX].covers
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
-        """`native`: use the native library where there is one."""
+        """`native`: use the native library if there is one."""
         settings = context.speculation
         for_store = settings.suffix_bytes // 4 * 3
         library = load_library() if native else None
-        make = SuffixIndex if library is None else partial(NativeIndex, library.function("suffix_extend"))
+        make = SuffixIndex if library is None else NativeIndex.maker(library)
         self.store = SuffixStore(for_store, context.config.vocab_size, context.encode, settings.suffix_store, make)
         self.store.seed(settings.suffix_corpus)
         self.store.load()
-        self._memory: Memory[Any] = Memory(settings.suffix_bytes - for_store, make)
-        backend: Any = PythonSuffixes if library is None else partial(NativeSuffixes, library)
-        super().__init__(backend(self._memory, self.store))
+        self._memory: Memory[Any] = Memory(make, settings.suffix_bytes - for_store)
+        super().__init__(
+            PythonLookup(self._memory, SuffixRule(self.store))
+            if library is None
+            else NativeLookup.by_suffix(library, self._memory, self.store)
+        )
 
     @property
     def nbytes(self) -> int:
         return self.store.nbytes + self._memory.nbytes
+
+    def index_prompt(self, sequence: Sequence, end: int) -> None:
+        """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""
+        self.backend.index_up_to(self.state_of(sequence), end)
 
     def release(self, sequence: Sequence) -> None:
         known = self._forget(sequence)
@@ -119,3 +249,21 @@ class SuffixDrafter(LookupDrafter[Any]):
             self.save()
         except OSError as problem:
             log.warning("the suffix store was not saved: %s", problem)
+
+
+class NgramDrafter(LookupDrafter[Any]):
+    """Prompt lookup. A prompt is indexed when the first draft is needed, so the drafter costs nothing until a request
+    names it. The level of a draft is the number of tokens shared."""
+
+    name = NGRAM
+    only_by_name = True  # `suffix` searches the same texts, and more of them
+
+    def __init__(self, context: DrafterContext, native: bool = True) -> None:
+        """`native`: use the native library if there is one."""
+        lengths = context.speculation.ngram_min, context.speculation.ngram_max
+        library = load_library() if native else None
+        super().__init__(
+            PythonLookup(Memory(SuffixIndex), LongestRule(lengths))
+            if library is None
+            else NativeLookup.by_longest(library, Memory(NativeIndex.maker(library)), lengths)
+        )

@@ -123,7 +123,7 @@ class AdaptivePolicy:
     ) -> None:
         self._method, self._k, self._prior = method, k, prior
         self._on_device = bool(prior.padded_to)  # steps are launched ahead where none drafts
-        self._evidence = DrafterEvidence(drafters, method)
+        self._evidence = DrafterEvidence(drafters)
         self._times = [StepTimes(prior), StepTimes(prior)]  # of greedy and of sampled batches
         self._draft_times, self._acceptance = DraftTimes(), Acceptance()
         self._guards: defaultdict[str, Guard] = defaultdict(Guard)  # by method

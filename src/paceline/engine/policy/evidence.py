@@ -20,23 +20,20 @@ SMALL_LAG = 8  # tokens: that is, more than so many
 
 
 class DrafterEvidence:
-    def __init__(self, drafters: SequenceOf[Drafter], method: str) -> None:
-        """`method`: the engine's own, which decides whether a covered lookup is worth indexing for."""
+    def __init__(self, drafters: SequenceOf[Drafter]) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self._method = method
         self._warned: set[tuple[str, type]] = set()
         self._models = {name for name, drafter in self.drafters.items() if _runs_model(drafter)}
         self.retire(frozenset())
 
     def retire(self, names: frozenset[str]) -> None:
-        """These are switched off. A lookup stands for those it covers: it searches the same texts and finds more."""
+        """Take out drafters that are switched off."""
         self.retired = names
-        working = [drafter for name, drafter in self.drafters.items() if name not in names]
-        hosts = [drafter for drafter in working if isinstance(drafter, HostDrafter)]
-        covered = {name for host in hosts for name in host.covers}
-        for host in hosts:
-            host.idle = self._method == AUTO and host.name in covered
-        self._auto = tuple(drafter.name for drafter in working if drafter.name not in covered)
+        self._auto = tuple(
+            name
+            for name, drafter in self.drafters.items()
+            if name not in names and not (isinstance(drafter, HostDrafter) and drafter.only_by_name)
+        )
         self._allowed: dict[str, tuple[str, ...]] = {AUTO: self._auto}
 
     def allowed(self, method: str) -> tuple[str, ...]:

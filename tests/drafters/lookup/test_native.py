@@ -1,4 +1,4 @@
-"""Lookup drafters in native code against the same in Python: places, evidence, trees and drafts, bit for bit."""
+"""Lookup in native code against lookup in Python: places, levels, trees and drafts, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.lookup import index as suffix_index
-from paceline.drafters.lookup import ngram, suffix
+from paceline.drafters.lookup import suffix
 from paceline.drafters.lookup.index import DEPTH, END, SuffixIndex
-from paceline.drafters.lookup.native_ngram import NativeNgrams
-from paceline.drafters.lookup.native_suffix import NativeIndex, NativeSuffixes
+from paceline.drafters.lookup.native import NativeIndex, NativeLookup
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.native.library import load_library, open_library, runnable_variants
 from paceline.sampling_params import SamplingParams
@@ -27,6 +26,7 @@ from tests.helpers.contract_toys import make_engine, params, prompt_of, run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the native kernels are not built on Windows")
 
+METHOD_NAMES = ("ngram", "suffix")
 SMALL = 4 * SuffixIndex.bytes_for(64) + 100  # a store of 128 tokens, and one sequence with an index of its own
 
 
@@ -37,10 +37,10 @@ def pair(method, **options):
 
 def places_of(drafter, state):
     """(tokens shared, votes, position, whether elsewhere) of all that vote."""
-    if isinstance(drafter.backend, NativeSuffixes):
-        found = state.view.places[: state.view.count]
-        return [(place.match, place.votes, place.start, bool(place.elsewhere)) for place in found]
-    return [(match, votes, start, index is drafter.store.index) for match, votes, start, index in state.places]
+    if isinstance(drafter.backend, NativeLookup):
+        places = state.view.places[: state.view.count]
+        return [(place.match, place.votes, place.start, bool(place.in_store)) for place in places]
+    return [(match, votes, start, index is not state.index) for match, votes, start, index in state.places]
 
 
 def same_index(one, other):
@@ -56,7 +56,7 @@ def check_same(both, sequences, budgets):
     for drafter in both:
         drafter.levels(sequences)  # in the order of these they share the memory there is
     assert [native.level(one) for one in sequences] == [plain.level(one) for one in sequences]
-    for sequence in sequences if native.name == "suffix" else ():
+    for sequence in sequences:
         states = [drafter.states[sequence.key] for drafter in both]
         assert places_of(native, states[0]) == places_of(plain, states[1])
         assert same_index(*(state.index for state in states))
@@ -169,7 +169,7 @@ def test_an_index_is_the_same_arrays(pieces, grows, last_position):
     library = load_library()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(suffix_index, "_LAST_POSITION", last_position)
-        native, plain = NativeIndex(library.function("suffix_extend")), SuffixIndex()
+        native, plain = NativeIndex(library.function("index_extend")), SuffixIndex()
         for piece in pieces:
             for index in (native, plain):
                 if grows:
@@ -216,7 +216,7 @@ def test_nothing_before_a_full_ring_is_read(native):
     assert index.text[DEPTH] == 6
     around = np.full(index.rows + 2 * DEPTH, -2, np.int32)  # equal to what stands behind a context
     around[DEPTH:] = index._text
-    index._work_on(index.rows, around[DEPTH:], index._heads, index._links)
+    index._use(index.rows, around[DEPTH:], index._heads, index._links)
     sequence.tokens += repeated
     drafter.level(sequence)
     ((match, _, start, _),) = places_of(drafter, drafter.states["0/0"])
@@ -239,8 +239,12 @@ def failing(monkeypatch, name, after):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize(
     ("method", "name", "after"),
-    [("ngram", "empty", 0), ("ngram", "full", 0)]
-    + [("suffix", name, after) for name, most in (("full", 4), ("tile", 3)) for after in range(most)],
+    [
+        (method, name, after)
+        for method in METHOD_NAMES
+        for name, most in (("full", 4), ("tile", 3))
+        for after in range(most)
+    ],
 )
 def test_where_memory_is_missing_nothing_has_changed(method, name, after, native, monkeypatch):
     """Of one of two texts: what was kept still serves, and the other one misses nothing."""
@@ -253,9 +257,8 @@ def test_where_memory_is_missing_nothing_has_changed(method, name, after, native
     held = drafter.nbytes if method == "suffix" else 0
     with monkeypatch.context() as patched:
         failing(patched, name, after)
-        if native or method == "suffix":
-            with pytest.raises(MemoryError):
-                drafter.levels(sequences)
+        with pytest.raises(MemoryError):
+            drafter.levels(sequences)
     assert method == "ngram" or drafter.nbytes == held
     for _ in range(2):
         assert drafter.levels(sequences) == fresh.levels(sequences)
@@ -275,28 +278,26 @@ def test_an_index_that_could_not_be_made_takes_no_memory(monkeypatch):
     assert drafter.nbytes == held
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_every_variant_proposes_the_same(method, monkeypatch):
     found_by_variant = []
     for variant in runnable_variants():
         library = open_library(variant)
-        for module in (ngram, suffix):
-            monkeypatch.setattr(module, "load_library", lambda library=library: library)
+        monkeypatch.setattr(suffix, "load_library", lambda library=library: library)
         drafter, _ = pair(method)
         sequence = Sequence("0", [1, 2, 3, 4, 1, 2, 5, 1, 2, 3], SamplingParams().resolve({}), max_len=100)
         found_by_variant.append((drafter.level(sequence), drafter.propose([DraftRequest(sequence, 8)]).tokens.tolist()))
     assert found_by_variant == found_by_variant[:1] * len(found_by_variant)
 
 
-def test_native_code_serves_where_there_is_a_library_and_python_elsewhere(monkeypatch):
-    assert isinstance(pair("ngram")[0].backend, NativeNgrams)
-    assert isinstance(pair("suffix")[0].backend, NativeSuffixes)
-    for module, plain in ((ngram, ngram.PythonNgrams), (suffix, suffix.PythonSuffixes)):
-        monkeypatch.setattr(module, "load_library", lambda: None)
-        assert isinstance(pair(module.__name__.rsplit(".", 1)[-1])[0].backend, plain)
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_native_code_serves_where_there_is_a_library_and_python_elsewhere(method, monkeypatch):
+    assert isinstance(pair(method)[0].backend, NativeLookup)
+    monkeypatch.setattr(suffix, "load_library", lambda: None)
+    assert isinstance(pair(method)[0].backend, suffix.PythonLookup)
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", METHOD_NAMES)
 @pytest.mark.parametrize("native", [True, False])
 def test_all_are_looked_up_at_once_and_once(method, native, monkeypatch):
     drafter = pair(method)[0 if native else 1]
