@@ -131,8 +131,8 @@ class WindowStream(TokenStream):
         return self._new_text() if self._pending else ""
 
     def _new_text(self) -> str:
-        short_repr = self._decode(self._context) if self._context else ""
-        return self._decode(self._context + self._pending)[len(short_repr) :]
+        decoded = self._decode(self._context) if self._context else ""
+        return self._decode(self._context + self._pending)[len(decoded) :]
 
 
 def stream_factory(backend: Backend) -> StreamFactory:

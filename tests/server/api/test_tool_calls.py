@@ -26,12 +26,12 @@ LLAMA = '{"name": "weather", "parameters": {"city": "a \\"b\\" }", "unit": null}
 
 def parse(text: str, rng: random.Random | None = None) -> tuple[str, list[tuple[str, str]]]:
     """All at once, or cut at random places."""
-    parser, short_repr, at = ToolParser(), "", 0
+    parser, shown, at = ToolParser(), "", 0
     while at < len(text):
         size = len(text) if rng is None else rng.randint(1, 7)
-        short_repr += parser.push(text[at : at + size])[0]
+        shown += parser.push(text[at : at + size])[0]
         at += size
-    return short_repr + parser.finish()[0], [(call.name, call.arguments) for call in parser.calls]
+    return shown + parser.finish()[0], [(call.name, call.arguments) for call in parser.calls]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def parse(text: str, rng: random.Random | None = None) -> tuple[str, list[tuple[
         ("<tool_", "<tool_", []),
     ],
 )
-def test_calls_and_text_are_told_apart_wherever_the_text_is_cut(text: str, short_repr: str, calls: list) -> None:
-    assert parse(text) == (short_repr, calls)
+def test_calls_and_text_are_told_apart_wherever_the_text_is_cut(text: str, shown: str, calls: list) -> None:
+    assert parse(text) == (shown, calls)
     rng = random.Random(0)
     for _ in range(50):
-        assert parse(text, rng) == (short_repr, calls)
+        assert parse(text, rng) == (shown, calls)
 
 
 @pytest.mark.parametrize("parallel", [None, False])
