@@ -50,21 +50,21 @@ from serve_load import served as served_by
 
 from paceline import build as building
 from paceline.config import NONE, EngineConfig, SpeculationConfig
+from paceline.engine.events import Delta, Ended, Failed
 from paceline.models.load.open_model import LoadedModel
 from paceline.server.process import engine_process, worker
-from paceline.server.process import messages as m
 from paceline.server.process.client import EngineClient, new_request_id
-from paceline.server.process.engine_process import EngineSettings
+from paceline.server.process.messages import EngineSettings
 
 SPECULATION = SpeculationConfig(method=NONE)
 ENVIRONMENT = "PACELINE_BENCH_SUBJECT"  # tells the engine's process which model to make
 
 
-def target_of(device: str, tiny: bool) -> building.Target:
+def target_of(device: str, tiny: bool) -> building.LoadedTarget:
     """The yardstick from random weights, on which times do not depend; token ids only, so without a tokenizer."""
     decoder = Subject("random", torch.device(device), tiny=tiny).yardstick
     tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [], token_text=str)
-    return building.Target(Path("yardstick"), LoadedModel(decoder.config, decoder, tokenizer, {}), None)
+    return building.LoadedTarget(Path("yardstick"), LoadedModel(decoder.config, decoder, tokenizer, {}), None)
 
 
 def as_worker() -> None:
@@ -81,14 +81,14 @@ def over_queue(client: EngineClient) -> Send:
         stream = client.submit(list(job.prompt), job.params(NONE), streamed=True, request_id=new_request_id("bench"))
         while True:
             match await stream.get():
-                case m.Delta(tokens=tokens, finish_reason=reason):
+                case Delta(tokens=tokens, finish_reason=reason):
                     answer.tokens += tokens
                     answer.arrivals.append((time.perf_counter(), len(tokens)))
                     answer.finish_reason = reason or answer.finish_reason
-                case m.Ended():
+                case Ended():
                     break
-                case m.Failed(error=error):
-                    answer.error = error
+                case Failed(error=error):
+                    answer.error = str(error)
                     break
         answer.ended = time.perf_counter()
         return answer

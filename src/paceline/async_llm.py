@@ -12,15 +12,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from paceline.arguments import Params
-from paceline.client import Job, StreamedRequest
+from paceline.client import Job, ProgressBar, StreamedRequest
 from paceline.engine.engine import Engine
-from paceline.engine.loop import Delta, Event, Failed
+from paceline.engine.events import Ended, Event
 from paceline.errors import InvalidParameter
-from paceline.inputs import Message, Prompt
+from paceline.inputs import Message, Params, Prompt
 from paceline.llm import LLM
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.progress_bar import ProgressBar
 from paceline.sampling_params import SamplingParams
 from paceline.text.tokenizer import Tokenizer
 
@@ -103,19 +101,19 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def _run(self, wait_group: Job) -> list[RequestOutput]:
+    async def _run(self, job: Job) -> list[RequestOutput]:
         woken, mail = asyncio.Event(), self._mail_here()
-        wait_group.wake = lambda: mail.post(woken.set)
+        job.wake = lambda: mail.post(woken.set)
         try:
-            while not wait_group.advance():
+            while not job.advance():
                 await woken.wait()
                 woken.clear()
-            return wait_group.outputs()
+            return job.outputs()
         except BaseException:
-            wait_group.cancel()
+            job.cancel()
             raise
         finally:
-            wait_group.close()
+            job.close()
 
     def _mail_here(self) -> _Mail:
         loop = asyncio.get_running_loop()
@@ -160,11 +158,10 @@ class AsyncAnswerStream:
         try:
             while not self._over:
                 event = await self._inbox.get()
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Delta):
-                    self._over = event.ended is not None
-                    return self._request.chunk(event)
+                chunk = self._request.chunk(event)
+                self._over = self._over or isinstance(event, Ended)
+                if chunk is not None:
+                    return chunk
         except BaseException:
             self._cancel()
             raise

@@ -9,28 +9,33 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.arguments import CHAT_OPTIONS, chat_options, only_params, per_prompt
-from paceline.core.sequence import Sequence as Answer
-from paceline.core.sequence import TokenLogprobs
-from paceline.engine.loop import Delta, Ended, EngineThread, Event, Failed, Request
-from paceline.errors import InvalidPrompt, PacelineError, RequestFailed
-from paceline.inputs import each_conversation, each_prompt, is_conversation, read_prompt
-from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
-from paceline.progress_bar import AnswerProgress
+from tqdm import tqdm
+
+from paceline.engine.events import Answer, Delta, Ended, Event, Failed, Request
+from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
+from paceline.inputs import (
+    CHAT_OPTIONS,
+    chat_options,
+    each_conversation,
+    each_prompt,
+    is_conversation,
+    only_params,
+    per_prompt,
+)
+from paceline.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from paceline.sampling_params import SamplingParams, derived_seed
 from paceline.text.chat_template import read_messages
-from paceline.text.stop_strings import TextDecoder
+from paceline.text.request_text import AnswerText, EncodedPrompt, encode_chats, encode_prompts
 from paceline.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from paceline.engine.loop import EngineThread
+
 GROUP = 64  # prompts that are encoded and submitted at a time, while the engine runs
-
-
-class Encoded(NamedTuple):
-    text: str | None
-    tokens: list[int]
 
 
 class Client:
@@ -50,14 +55,14 @@ class Client:
         self._request_ids = map(str, itertools.count())
         self._seed, self._seeded = seed, itertools.count()
 
-    def generate_job(self, prompts: Any, params: Any, use_tqdm: Any, given: Mapping[str, Any]) -> Job:
-        params = only_params(params, given, ())
+    def generate_job(self, prompts: Any, params: Any, use_tqdm: Any, named: Mapping[str, Any]) -> Job:
+        params = only_params(params, named, ())
         each = each_prompt(prompts)
         return Job(self, each, per_prompt(params, len(each)), self.encode, use_tqdm)
 
-    def chat_job(self, messages: Any, params: Any, use_tqdm: Any, given: Mapping[str, Any]) -> Job:
-        params = only_params(params, given, CHAT_OPTIONS)
-        encode = partial(self.encode_chats, **chat_options(given, self.tokenizer))
+    def chat_job(self, messages: Any, params: Any, use_tqdm: Any, named: Mapping[str, Any]) -> Job:
+        params = only_params(params, named, CHAT_OPTIONS)
+        encode = partial(self.encode_chats, options=chat_options(named, self.tokenizer))
         each = each_conversation(messages)
         return Job(self, each, per_prompt(params, len(each)), encode, use_tqdm)
 
@@ -71,20 +76,15 @@ class Client:
         """Of the next request."""
         return params if self._seed is None else params.with_seed(derived_seed(self._seed, next(self._seeded)))
 
-    def encode(self, prompts: Sequence[Any]) -> list[Encoded]:
-        read = [read_prompt(prompt) for prompt in prompts]
-        texts = [prompt for prompt in read if isinstance(prompt, str)]
-        encoded = iter(self.tokenizer.encode_each(texts) if texts else ())
-        return [Encoded(one, next(encoded)) if isinstance(one, str) else Encoded(None, one) for one in read]
+    def encode(self, prompts: Sequence[Any]) -> list[EncodedPrompt]:
+        return encode_prompts(self.tokenizer, prompts)
 
-    def encode_chats(self, conversations: Sequence[Any], **options: Any) -> list[Encoded]:
-        texts = []
+    def encode_chats(self, conversations: Sequence[Any], options: Mapping[str, Any]) -> list[EncodedPrompt]:
         for messages in conversations:
             last = read_messages(messages)[-1]
             if not last.get("content") and not last.get("tool_calls"):
                 raise InvalidPrompt("the last message is empty; give it some content")
-            texts.append(self.tokenizer.render_chat(messages, **options))
-        return [*map(Encoded, texts, self.tokenizer.encode_each(texts, add_special_tokens=False))]
+        return encode_chats(self.tokenizer, conversations, options)
 
 
 class Job:
@@ -101,14 +101,14 @@ class Job:
         client: Client,
         prompts: Sequence[Any],
         params: Sequence[SamplingParams | None],
-        encode: Callable[[Sequence[Any]], list[Encoded]],
+        encode: Callable[[Sequence[Any]], list[EncodedPrompt]],
         use_tqdm: Any = False,
     ) -> None:
         self._progress = AnswerProgress(use_tqdm, len(prompts))
         self._client, self._prompts, self._params, self._encode = client, prompts, params, encode
         self._name = f"job-{client.next_id()}"
         self._resolved: dict[int, SamplingParams] = {}  # by identity: most jobs have one object for all prompts
-        self._submitted: dict[str, tuple[Encoded, float]] = {}  # by request id, in order: the prompt, when it arrived
+        self._submitted: dict[str, AnswerReader] = {}  # by request id, in the order of the prompts
         self._ended: list[Ended] = []
         self._outputs: dict[str, RequestOutput] = {}  # of those that ended and were seen by `advance`
         self._wanted = 0  # answers that wake the caller
@@ -158,20 +158,18 @@ class Job:
 
     def _take_ended(self) -> None:
         for event in self._ended[len(self._outputs) :]:
-            prompt, arrival = self._submitted[event.request_id]
-            self._outputs[event.request_id] = request_output(self._client.tokenizer, prompt, arrival, event)
-            self._num_tokens += sum(answer.num_output for answer in event.answers)
+            self._outputs[event.request_id] = self._submitted[event.request_id].output(event)
+            self._num_tokens += sum(len(answer.tokens) for answer in event.answers)
         self._progress.reached(len(self._outputs), self._num_tokens)
 
-    def _submit(self, at: int) -> None:
-        requests = []
-        end, now = at + GROUP, time.perf_counter()
-        for prompt, params in zip(self._encode(self._prompts[at:end]), self._params[at:end], strict=True):
-            resolved = self._client.seeded(self._resolve(params))
-            request = Request(self._client.next_id(), prompt.tokens, resolved, self._name, patient=True)
-            self._submitted[request.request_id] = prompt, now
+    def _submit(self, start: int) -> None:
+        requests, client, end, now = [], self._client, start + GROUP, time.perf_counter()
+        for prompt, params in zip(self._encode(self._prompts[start:end]), self._params[start:end], strict=True):
+            resolved = client.seeded(self._resolve(params))
+            request = Request(client.next_id(), prompt.tokens, resolved, self._name, may_wait=True)
+            self._submitted[request.request_id] = AnswerReader(client.tokenizer, prompt, resolved, now)
             requests.append(request)
-        self._client.thread.submit(requests, self)
+        client.thread.submit(requests, self)
 
     def _resolve(self, params: SamplingParams | None) -> SamplingParams:
         resolved = self._resolved.get(id(params))
@@ -180,85 +178,126 @@ class Job:
         return resolved
 
 
-class StreamedRequest:
-    """One request whose deltas become chunks, in the thread or task that reads them."""
+class AnswerReader:
+    """Makes what callers read of one request's events."""
 
-    def __init__(self, client: Client, prompt: Any, params: Any, given: Mapping[str, Any] | None = None) -> None:
-        given, is_chat = given or {}, is_conversation(prompt)
-        (one,) = per_prompt(only_params(params, given, CHAT_OPTIONS if is_chat else ()), 1)
-        options = chat_options(given, client.tokenizer) if is_chat else {}
-        (self._prompt,) = client.encode_chats([prompt], **options) if is_chat else client.encode([prompt])
-        self.client, self._arrival = client, time.perf_counter()
-        self._params = client.seeded(client.resolve(one))
-        self.request = Request(client.next_id(), self._prompt.tokens, self._params, streamed=True)
-        self._decoders: dict[int, TextDecoder] = {}  # by answer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: EncodedPrompt, params: SamplingParams, arrival: float | None = None
+    ) -> None:
+        """`arrival` None: now."""
+        self.prompt, self.params = prompt, params
+        self._arrival = time.perf_counter() if arrival is None else arrival
+        self._text = AnswerText(tokenizer, params.skip_special_tokens)
+
+    def chunk(self, delta: Delta) -> StreamChunk:
+        texts = self._text.push(delta.answer, delta.tokens, delta.finish_reason is not None)
+        return StreamChunk(
+            index=delta.answer,
+            text=delta.text if self.params.stop else "".join(texts),
+            token_ids=delta.tokens,
+            finish_reason=delta.finish_reason,
+            kinds=delta.kinds,
+            token_texts=texts,
+            logprobs=self._text.logprobs(delta.logprobs),
+            draft=delta.draft,
+        )
+
+    def output(self, ended: Ended) -> RequestOutput:
+        of_prompt = self._text.logprobs(ended.prompt_logprobs)
+        return RequestOutput(
+            request_id=ended.request_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.tokens,
+            outputs=[self._completion(answer) for answer in ended.answers],
+            finished=True,
+            metrics=RequestMetrics(self._arrival, ended.first_token_time, ended.finished_time),
+            num_cached_tokens=ended.num_cached,
+            prompt_logprobs=None if of_prompt is None else [None, *of_prompt],
+        )
+
+    def _completion(self, answer: Answer) -> CompletionOutput:
+        tokens, entries = answer.tokens, answer.logprobs
+        total = None if entries is None else sum(e[token][0] for token, e in zip(tokens, entries, strict=True))
+        return CompletionOutput(
+            index=answer.number,
+            text=answer.text if self.params.stop else partial(self._text.whole, tuple(tokens)),
+            token_ids=tokens,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            logprobs=self._text.logprobs(entries),
+            speculation=answer.stats,
+            cumulative_logprob=total,
+        )
+
+
+class StreamedRequest:
+    """One request whose events become chunks, in the thread or task that reads them."""
+
+    def __init__(self, client: Client, prompt: Any, params: Any, named: Mapping[str, Any] | None = None) -> None:
+        named, is_chat = named or {}, is_conversation(prompt)
+        (one,) = per_prompt(only_params(params, named, CHAT_OPTIONS if is_chat else ()), 1)
+        options = chat_options(named, client.tokenizer) if is_chat else {}
+        (encoded,) = client.encode_chats([prompt], options) if is_chat else client.encode([prompt])
+        self.client = client
+        self._reader = AnswerReader(client.tokenizer, encoded, client.seeded(client.resolve(one)))
+        self.request = Request(client.next_id(), encoded.tokens, self._reader.params, streamed=True)
+        self._unfinished = self.request.params.n  # answers
+        self._last: StreamChunk | None = None  # kept until the whole answer follows it
 
     def cancel(self) -> Future[None]:
         return self.client.thread.cancel([self.request.request_id])
 
-    def chunk(self, delta: Delta) -> StreamChunk:
-        output = None
-        if delta.ended is not None:
-            output = request_output(self.client.tokenizer, self._prompt, self._arrival, delta.ended)
-        return StreamChunk(
-            index=delta.answer,
-            text=delta.text if self._params.stop else self._decoded(delta),
-            token_ids=delta.tokens,
-            finish_reason=delta.finish_reason,
-            output=output,
-            kinds=delta.kinds,
-        )
+    def chunk(self, event: Event) -> StreamChunk | None:
+        """Return the chunk that an event completes, if any; raise the error of a failed request."""
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Delta):
+            chunk = self._reader.chunk(event)
+            self._unfinished -= event.finish_reason is not None
+            if self._unfinished:
+                return chunk
+            self._last = chunk
+        elif isinstance(event, Ended) and self._last is not None:
+            return replace(self._last, output=self._reader.output(event))
+        return None
 
-    def _decoded(self, delta: Delta) -> str:
-        decoder = self._decoders.get(delta.answer)
-        if decoder is None:
-            decoder = self.client.tokenizer.incremental_decoder(self._params.skip_special_tokens)
-            self._decoders[delta.answer] = decoder
+
+class ProgressBar(Protocol):
+    """The methods of tqdm that are used here."""
+
+    def update(self, n: int) -> Any: ...
+    def set_postfix_str(self, s: str) -> Any: ...
+    def close(self) -> Any: ...
+
+
+class AnswerProgress:
+    """A bar over the prompts of one call: how many are answered, and tokens per second. False shows none; a caller may
+    hand in a tqdm of its own, or a function that makes a bar."""
+
+    def __init__(self, use_tqdm: bool | Callable[..., ProgressBar], prompts: int) -> None:
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise InvalidParameter("use_tqdm", f"must be True, False or tqdm itself, got {short_repr(use_tqdm)}")
+        make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         try:
-            text = "".join([decoder.push(token) for token in delta.tokens])
-            return text if delta.finish_reason is None else text + decoder.flush()
-        except Exception as problem:
-            reason = f"{type(problem).__name__}: {problem}"
-            raise RequestFailed(f"the text of the answer could not be decoded: {reason}") from problem
+            self._bar: ProgressBar | None = make(total=prompts, desc="answers") if use_tqdm and prompts else None
+        except TypeError as error:
+            raise InvalidParameter("use_tqdm", f"cannot make a bar as tqdm does: {error}") from error
+        self._done = 0
+        self._started = time.perf_counter()
 
+    @property
+    def shown(self) -> bool:
+        return self._bar is not None
 
-def request_output(tokenizer: Tokenizer, prompt: Encoded, arrival: float, ended: Ended) -> RequestOutput:
-    of_prompt = ended.answers[0].prompt_logprobs
-    return RequestOutput(
-        request_id=ended.request_id,
-        prompt=prompt.text,
-        prompt_token_ids=prompt.tokens,
-        outputs=[_completion(answer, tokenizer) for answer in ended.answers],
-        finished=True,
-        metrics=RequestMetrics(arrival, ended.first_token_time, ended.finished_time),
-        num_cached_tokens=max(answer.num_cached_prompt for answer in ended.answers),
-        prompt_logprobs=None if of_prompt is None else [None, *_logprobs(of_prompt, tokenizer)],
-    )
+    def reached(self, done: int, tokens: int) -> None:
+        """So many prompts are answered, with so many tokens."""
+        if self._bar is not None and done > self._done:
+            rate = tokens / max(time.perf_counter() - self._started, 1e-9)
+            self._bar.set_postfix_str(f"{rate:.0f} tok/s")
+            self._bar.update(done - self._done)
+            self._done = done
 
-
-def _completion(answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
-    tokens, params, found = answer.output_tokens, answer.params, answer.logprobs
-    fields: dict[str, Any] = {
-        "index": answer.index,
-        "token_ids": tokens,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "logprobs": None if found is None else _logprobs(found, tokenizer),
-        "cumulative_logprob": None if found is None else sum(e[t][0] for t, e in zip(tokens, found, strict=True)),
-        "speculation": answer.stats,
-    }
-    if params.stop:  # the engine has decoded it
-        return CompletionOutput(text=answer.text, **fields)
-    decode = partial(_decoded, tokenizer, params.skip_special_tokens, tuple(tokens))
-    return CompletionOutput.undecoded(decode, **fields)
-
-
-def _logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[int, Logprob]]:
-    return [
-        {token: Logprob(value, rank, tokenizer.token_text(token)) for token, (value, rank) in entry.items()}
-        for entry in entries
-    ]
-
-
-def _decoded(tokenizer: Tokenizer, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
-    return tokenizer.incremental_decoder(skip_special_tokens).decode(tokens)
+    def close(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()

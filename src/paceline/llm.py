@@ -17,20 +17,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from paceline.arguments import Params
 from paceline.build import EngineBundle, build, load
-from paceline.client import Client, Job, StreamedRequest
+from paceline.client import Client, Job, ProgressBar, StreamedRequest
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
+from paceline.core.sequence import Sequence as Answer
 from paceline.drafters.speculative_config import SpeculativeConfig, check
 from paceline.drafters.speculative_config import read as read_speculative_config
 from paceline.engine.engine import Engine
-from paceline.engine.loop import CLOSED, Accepted, Delta, EngineThread, Event, Failed
+from paceline.engine.events import Accepted, Ended, Event
+from paceline.engine.loop import CLOSED, EngineThread
 from paceline.errors import EngineClosed, InvalidParameter, short_repr
-from paceline.inputs import Message, Prompt
+from paceline.inputs import Message, Params, Prompt
 from paceline.models.load.hub import PullProgress
 from paceline.models.load.open_model import LoadedModel, choose_device
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.progress_bar import ProgressBar
 from paceline.sampling_params import SEED_LIMIT, SamplingParams
 from paceline.text.tokenizer import Tokenizer
 from paceline.vllm_compat import ENGINE, refuse, renamed, split
@@ -245,18 +245,18 @@ class LLM:
         """
         return AnswerStream(self, StreamedRequest(self.client, prompt, params, more))
 
-    def _run(self, wait_group: Job) -> list[RequestOutput]:
+    def _run(self, job: Job) -> list[RequestOutput]:
         woken: SimpleQueue[None] = SimpleQueue()
-        wait_group.wake = lambda: woken.put(None)
+        job.wake = lambda: woken.put(None)
         try:
-            while not wait_group.advance():
+            while not job.advance():
                 woken.get()
-            return wait_group.outputs()
+            return job.outputs()
         except BaseException:  # after an error or Ctrl-C no request stays running
-            wait_group.cancel().result()
+            job.cancel().result()
             raise
         finally:
-            wait_group.close()
+            job.close()
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -280,34 +280,35 @@ class AnswerStream:
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None: closed
         self._over = False
         llm.thread.submit([request.request], self._events)
-        accepted = self._take()  # or refused
         # Under way, so only to be read: how far the prompt is, and once the stream is over the figures of drafting,
         # also of an answer that was cut short.
-        self.sequences = accepted.answers if isinstance(accepted, Accepted) else []
+        self.sequences = self._accepted()
 
     def __iter__(self) -> AnswerStream:
         return self
 
     def __next__(self) -> StreamChunk:
-        event = None if self._over else self._take()
-        if not isinstance(event, Delta):
-            raise StopIteration
-        self._over = self._over or event.ended is not None
         try:
-            return self._request.chunk(event)
-        except BaseException:  # its text cannot be decoded
+            while not self._over and (event := self._events.get()) is not None:
+                chunk = self._request.chunk(event)
+                self._over = self._over or isinstance(event, Ended)
+                if chunk is not None:
+                    return chunk
+        except BaseException:  # the request failed, or its text cannot be decoded
             self.close()
             raise
+        raise StopIteration
 
-    def _take(self) -> Event | None:
+    def _accepted(self) -> Sequence[Answer]:
+        """Wait until the engine accepts the request; raise why it does not."""
         try:
             event = self._events.get()
-            if isinstance(event, Failed):
-                raise event.error
-            return event
+            if event is not None:
+                self._request.chunk(event)
         except BaseException:
             self.close()
             raise
+        return event.sequences if isinstance(event, Accepted) else ()
 
     def close(self) -> None:
         """Cancel the request if it is still running; its blocks are free when this returns."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, overload
 
 from paceline.config import NONE
 
@@ -115,35 +115,39 @@ class Logprob:
     decoded_token: str
 
 
+class DecodedText:
+    """A text that may be set as a function, which is called when the text is first read."""
+
+    @overload
+    def __get__(self, output: None, kind: type) -> NoReturn: ...
+
+    @overload
+    def __get__(self, output: object, kind: type) -> str: ...
+
+    def __get__(self, output: object | None, kind: type) -> str:
+        if output is None:
+            raise AttributeError("a text belongs to an output")  # so that the field has no default
+        text = output.__dict__["text"]
+        if callable(text):
+            text = output.__dict__["text"] = text()
+        return str(text)
+
+    def __set__(self, output: object, text: str | Callable[[], str]) -> None:
+        output.__dict__["text"] = text
+
+
 @dataclass
 class CompletionOutput:
-    """One answer. Made with `undecoded`, its text is decoded when it is first read."""
+    """One answer. Its text is decoded when it is first read."""
 
     index: int  # which of the n
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None  # "stop" or "length"
+    text: DecodedText = DecodedText()
+    token_ids: list[int]  # type: ignore[misc]
+    finish_reason: str | None  # type: ignore[misc]  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS and length
     logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one and the most likely
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     cumulative_logprob: float | None = None  # the sum over `token_ids`, where `logprobs` were asked for
-
-    @classmethod
-    def undecoded(cls, decode: Callable[[], str], **fields: Any) -> CompletionOutput:
-        """An answer whose text `decode` returns, when it is asked for."""
-        output = cls(text="", **fields)
-        del output.text
-        output.__dict__["_decode"] = decode
-        return output
-
-    def __getattr__(self, name: str) -> str:
-        """Called only for a missing attribute: a text that was not decoded yet."""
-        decode: Callable[[], str] | None = self.__dict__.get("_decode")
-        if name != "text" or decode is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.text = text = decode()
-        self.__dict__.pop("_decode", None)
-        return text
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: the text, not its decoder."""
@@ -194,5 +198,8 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    output: RequestOutput | None = None  # on the last chunk of the request: the whole answer
-    kinds: list[int] = field(default_factory=list)  # per token, draft.Kind: 0 is an accepted draft
+    output: RequestOutput | None = None  # on the last chunk of a stream: the whole answer
+    kinds: list[int] = field(default_factory=list)  # TokenKind of each token: 0 is an accepted draft
+    token_texts: list[str] = field(default_factory=list)  # by token, a stop string included
+    logprobs: list[dict[int, Logprob]] | None = None  # by token, as in CompletionOutput
+    draft: tuple[str, int, int] | None = None  # of the step: method, nodes, depth

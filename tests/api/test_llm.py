@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.client import Encoded, StreamedRequest, request_output
-from paceline.core.sequence import Sequence
-from paceline.engine.loop import Delta, Ended
+from paceline.client import StreamedRequest
+from paceline.engine.events import Answer, Delta, Ended
 from paceline.errors import DeviceError, InvalidParameter, InvalidPrompt
+from paceline.outputs import SpeculationStats
 from paceline.text.stop_strings import OutputText
 
 QUESTION = [{"role": "user", "content": "Name three fruits and describe each in one sentence."}]
@@ -103,20 +103,19 @@ def test_text_is_what_decoding_token_by_token_gives(smollm2, skip):
         tokens = [chance.choice(frequent) if chance.random() < 0.6 else chance.randrange(49152) for _ in range(25)]
         expected = eager(tokenizer, tokens, skip)
         request = StreamedRequest(smollm2.client, [1, 2], params)
-        answer = Sequence("0", [1, 2], params.resolve({}), max_len=100)
-        answer.tokens += tokens
-        answer.finish_reason = "length"
-        ended = Ended("0", [answer], 1.0, 2.0)
-        (completion,) = request_output(tokenizer, Encoded(None, [1, 2]), 0.0, ended).outputs
-        assert (completion.text, completion.token_ids) == (expected, tokens)
+        answer = Answer(0, tokens, "", "length", None, None, SpeculationStats())
+        ended = Ended("0", [answer], 1.0, 2.0, 0)
         pieces, at = [], 0
         while at < len(tokens):
             step = tokens[at : at + chance.randrange(1, 6)]
             at += len(step)
-            last = at == len(tokens)
-            delta = Delta("0", 0, step, [2] * len(step), "", "length" if last else None, ended if last else None)
-            pieces.append(request.chunk(delta))
-        assert "".join(chunk.text for chunk in pieces) == expected == pieces[-1].output.outputs[0].text
+            reason = "length" if at == len(tokens) else None
+            pieces.append(request.chunk(Delta("0", 0, step, [2] * len(step), "", reason, None, None)))
+        assert pieces.pop() is None  # until the whole answer is there
+        pieces.append(request.chunk(ended))
+        (completion,) = pieces[-1].output.outputs
+        assert (completion.text, completion.token_ids) == (expected, tokens)
+        assert "".join(chunk.text for chunk in pieces) == expected
 
 
 def test_text_is_decoded_when_it_is_read_and_travels_with_its_answer(smollm2, monkeypatch):

@@ -18,7 +18,7 @@ SOURCE = Path(paceline.__file__).parent
 # also import one another, as long as no cycle comes of it.
 RANKS: list[set[str]] = [
     {
-        *("errors", "config", "sampling_params", "outputs", "vllm_compat", "inputs", "progress_bar", "arguments"),
+        *("errors", "config", "sampling_params", "outputs", "vllm_compat", "inputs"),
         *("core", "files", "platform", "native", "text", "theory"),
     },
     {"models", "verify"},

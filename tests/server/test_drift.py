@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.engine.events import Answer, Ended
 from paceline.outputs import SpeculationStats
 from paceline.server.app import _on_drift
 from paceline.server.drift import DROP, LEARN, THRESHOLD, DriftMonitor, Watch
 from paceline.server.metrics import Metrics
-from paceline.server.process import messages as m
 from paceline.server.process.channel import Channel, framed
+from paceline.server.process.messages import Relearn, encode_command, join_commands
 from paceline.server.process.worker import Worker
 from tests.server.api.test_api import post
 from tests.server.conftest import Server
@@ -82,7 +83,7 @@ def test_an_alarm_is_counted_and_the_engine_is_told() -> None:
         metrics.submitted("r", 3, None)
         stats = SpeculationStats(num_drafts=10, drafts_by_method={"suffix": 10}, hits_by_method={"suffix": hits})
         now = time.perf_counter()
-        metrics.observe(m.Ended("r", [m.Answer(0, [1], "", "stop", None, None, stats)], now, now, 0))
+        metrics.observe(Ended("r", [Answer(0, [1], "", "stop", None, None, stats)], now, now, 0))
 
     for _ in range(LEARN // 10):
         answer(8)
@@ -104,7 +105,7 @@ def test_the_engine_process_has_the_policy_measure_again_and_ends_with_its_comma
     with own, its:
         thread = threading.Thread(target=Worker(Channel(its), built).run, args=(outbox,))
         thread.start()
-        own.sendall(framed(m.encode([m.Relearn("suffix")])))
+        own.sendall(framed(join_commands([encode_command(Relearn("suffix"))])))
         assert told.wait(60)
         own.shutdown(socket.SHUT_WR)
         thread.join(60)

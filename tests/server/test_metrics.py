@@ -1,13 +1,15 @@
-"""Counters and histograms while answers run, and after them."""
+"""Counters and histograms while answers run, and after the"""
 
 from __future__ import annotations
 
 import re
 import time
 
+from paceline.engine.events import Answer, Delta, Ended, Failed
+from paceline.errors import RequestFailed
 from paceline.outputs import SpeculationStats
 from paceline.server.metrics import Metrics
-from paceline.server.process import messages as m
+from paceline.server.process.messages import Gauges
 
 TOKENS, PASSES, FIRST = (
     "generation_tokens_total",
@@ -21,18 +23,18 @@ def value(metrics: Metrics, name: str) -> float:
     return sum(map(float, found))
 
 
-def delta(count: int, answer: int = 0) -> m.Delta:
-    return m.Delta("r", answer, [7] * count, [2] * count, "", None, None, None)
+def delta(count: int, answer: int = 0) -> Delta:
+    return Delta("r", answer, [7] * count, [2] * count, "", None, None, None)
 
 
-def ended(*counts: tuple[int, int]) -> m.Ended:
+def ended(*counts: tuple[int, int]) -> Ended:
     """By answer: tokens and passes."""
     stats = [SpeculationStats(num_target_passes=passes, num_committed_tokens=tokens) for tokens, passes in counts]
     answers = [
-        m.Answer(at, [7] * each.num_committed_tokens, "", "stop", None, None, each) for at, each in enumerate(stats)
+        Answer(at, [7] * each.num_committed_tokens, "", "stop", None, None, each) for at, each in enumerate(stats)
     ]
     now = time.perf_counter()
-    return m.Ended("r", answers, now, now, 0)
+    return Ended("r", answers, now, now, 0)
 
 
 def test_a_streamed_answer_is_counted_while_it_runs() -> None:
@@ -60,7 +62,7 @@ def test_an_answer_that_is_not_streamed_is_counted_at_its_end() -> None:
 
 def test_tokens_of_an_answer_that_nobody_waited_for_were_made_all_the_same() -> None:
     metrics = Metrics()
-    for end in (lambda: metrics.cancelled("r"), lambda: metrics.observe(m.Failed("r", "TimeLimit", "late", None))):
+    for end in (lambda: metrics.cancelled("r"), lambda: metrics.observe(Failed("r", RequestFailed("late")))):
         metrics.submitted("r", 3, None)
         metrics.observe(delta(2))
         end()
@@ -69,7 +71,7 @@ def test_tokens_of_an_answer_that_nobody_waited_for_were_made_all_the_same() -> 
 
 def test_an_engine_that_is_gone_runs_nothing() -> None:
     metrics = Metrics()
-    metrics.observe(m.Gauges(3, 2, 0.5, 1, 1, 0.1, None, {}))
+    metrics.observe(Gauges(3, 2, 0.5, 1, 1, 0.1, None, {}))
     assert value(metrics, "num_requests_running") == 3
     metrics.render(up=False)
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

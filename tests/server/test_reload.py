@@ -18,7 +18,7 @@ from paceline.drafters.heads.checkpoint import MedusaHead, save_heads
 from paceline.errors import InvalidParameter
 from paceline.server.app import create_app
 from paceline.server.capture import Capture
-from paceline.server.process.engine_process import EngineSettings
+from paceline.server.process.messages import EngineSettings
 from paceline.server.state import ServerSettings
 from paceline.training.data.examples import read_examples
 from tests.helpers.tiny_model import CONFIG

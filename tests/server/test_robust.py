@@ -23,9 +23,8 @@ import pytest
 from benchmarks.malformed_requests import BY_HAND, malformed
 from benchmarks.serve_client import Answer, ask, is_openai, leave, send_raw
 from paceline import LLM, SamplingParams
-from paceline.engine import loop
+from paceline.engine.events import Cancel, Request, Submit
 from paceline.errors import InvalidParameter, QueueFull
-from paceline.server.process import messages as m
 from paceline.server.process.worker import Worker
 from tests.server.conftest import Server, start_server, wait_until
 
@@ -221,9 +220,9 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused_and_holds_up_no_oth
     threading.Thread(target=worker._compile, daemon=True).start()
 
     def grammar(regex: str) -> Any:
-        worker._take(m.Submit(regex, [1], {"structured_outputs": {"regex": regex}}, True))
+        worker._take(Submit([Request(regex, [1], SamplingParams(structured_outputs={"regex": regex}), streamed=True)]))
         command = worker._commands.get(timeout=60)
-        assert isinstance(command, loop.Submit)
+        assert isinstance(command, Submit)
         return command.requests[0].grammar
 
     assert "compile" in str(grammar("slow"))
@@ -249,19 +248,19 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request() -> Non
     threading.Thread(target=worker._compile, daemon=True).start()
 
     def submit(name: str, wanted: dict[str, Any] | None) -> None:
-        worker._take(m.Submit(name, [1], {"structured_outputs": wanted}, True))
+        worker._take(Submit([Request(name, [1], SamplingParams(structured_outputs=wanted), streamed=True)]))
 
     def taken() -> list[Any]:
         commands = [worker._commands.get(timeout=60)]
         while not worker._commands.empty():
             commands.append(worker._commands.get())
-        return [each.request_ids if isinstance(each, loop.Cancel) else each.requests[0].request_id for each in commands]
+        return [each.request_ids if isinstance(each, Cancel) else each.requests[0].request_id for each in commands]
 
     for name, wanted in {"slow": {"regex": "a"}, "gone": {"regex": "b"}, "plain": None}.items():
         submit(name, wanted)
     assert compiling.wait(60)
     assert taken() == ["plain"]
-    worker._take(m.Cancel(["slow", "gone"]))
+    worker._take(Cancel(["slow", "gone"]))
     assert taken() == [["slow", "gone"]]  # before they were submitted, so they never are
     submit("next", {"regex": "c"})
     go_on.set()

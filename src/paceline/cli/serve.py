@@ -115,7 +115,7 @@ def server_settings(options: ServeOptions, keys: tuple[str, ...]) -> ServerSetti
 
     speculation = options.speculation_config()
     try:
-        from paceline.server.process.engine_process import EngineSettings
+        from paceline.server.process.messages import EngineSettings
         from paceline.server.state import ServerSettings
     except ImportError as error:
         raise PacelineError(f"serving needs more packages ({error.name}); pip install 'paceline[serve]'") from error

@@ -1,10 +1,8 @@
 """One thread owns the engine and steps it; all others send it commands and receive events.
 
 `EngineLoop` is the only caller of `Engine`: it carries out commands between steps, so engine, scheduler, drafters and
-policy have no locks. It knows no threads: `EngineThread` runs it in one, over a queue; a process of its own can run it
-over sockets. The loop never waits for a receiver, and an exception ends the requests it belongs to and no others.
-
-A request travels: Submit -> (streamed: Accepted, a Delta for each step) -> Ended, or Failed at any point.
+policy have no locks. It knows no threads: `EngineThread` runs it in one, over a queue; a process of its own runs it
+over a socket. The loop never waits for a receiver, and an exception ends the requests it belongs to and no others.
 """
 
 from __future__ import annotations
@@ -18,90 +16,31 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from paceline.core.sequence import Sequence
 from paceline.engine.batch import StepResult
 from paceline.engine.engine import Engine
+from paceline.engine.events import (
+    Accepted,
+    Answer,
+    Call,
+    Cancel,
+    Close,
+    Command,
+    Delta,
+    Ended,
+    Event,
+    Failed,
+    Request,
+    Submit,
+)
 from paceline.errors import EngineClosed, EngineDied, InvalidParameter, PacelineError, QueueFull, RequestFailed
-from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import FIELD as GRAMMAR
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
 CLOSED = "the model was closed; load it again to go on"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams  # resolved
-    wait_group: str | None = None
-    streamed: bool = False  # its tokens are reported as they are committed
-    patient: bool = False  # it waits for room in a full queue; else it is refused
-    grammar: Any = None  # what `structured_outputs` asks for, where it is compiled already, or why it cannot be
-
-
-# -- commands
-
-
-class Submit(NamedTuple):
-    requests: list[Request]
-
-
-class Cancel(NamedTuple):
-    request_ids: SequenceOf[str]
-    done: Future[None] | None = None  # resolved once their blocks are free
-
-
-class Call(NamedTuple):
-    function: Callable[[Engine], Any]
-    done: Future[Any]
-
-
-class Close(NamedTuple):
-    pass
-
-
-Command = Submit | Cancel | Call | Close
-
-
-# -- events
-
-
-class Accepted(NamedTuple):
-    request_id: str
-    answers: list[Sequence]  # under way: the receiver only reads them
-
-
-class Ended(NamedTuple):
-    request_id: str
-    answers: list[Sequence]  # finished: the engine does not touch them any more
-    first_token_time: float
-    finished_time: float
-
-
-class Delta(NamedTuple):
-    """What a step committed for one answer of a streamed request."""
-
-    request_id: str
-    answer: int  # which of the request's n
-    tokens: list[int]
-    kinds: list[int]
-    text: str  # of requests with stop strings, whose text the engine decodes; else empty
-    finish_reason: str | None
-    ended: Ended | None  # with the last one
-    logprobs: list[dict[int, tuple[float, int]]] | None = None  # per token, of requests that asked for them
-    draft: tuple[str, int, int] | None = None  # of the step: method, nodes, depth
-
-
-class Failed(NamedTuple):
-    request_id: str
-    error: PacelineError
-
-
-Event = Accepted | Delta | Ended | Failed
 
 
 class Receiver(Protocol):
@@ -110,42 +49,42 @@ class Receiver(Protocol):
     def put(self, event: Event, /) -> None: ...
 
 
-class Outbox(Receiver, Protocol):
-    """Where the loop puts the events of all requests; `flush` follows the last event of a step, or of commands."""
+class EventSink(Receiver, Protocol):
+    """The receiver of all requests' events; `flush` follows the last event of a step, or of commands."""
 
     def flush(self) -> None: ...
 
 
 @dataclass(slots=True)
-class _Open:
-    answers: list[Sequence]
-    left: int  # answers that are not finished
+class _OpenRequest:
+    sequences: list[Sequence]
+    unfinished: int  # sequences
     streamed: bool
     first_token_time: float | None = None
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, commands: SimpleQueue[Command], outputs: Outbox) -> None:
-        self.engine, self._commands, self._outputs = engine, commands, outputs
-        self._open: dict[str, _Open] = {}
+    def __init__(self, engine: Engine, commands: SimpleQueue[Command], events: EventSink) -> None:
+        self.engine, self._commands, self._events = engine, commands, events
+        self._open: dict[str, _OpenRequest] = {}
         self._watched: set[str] = set()  # requests that are streamed, or have no first token yet
-        self._backlog: deque[Request] = deque()  # patient ones, in order of arrival
+        self._backlog: deque[Request] = deque()  # those that may wait, in order of arrival
         self._died: EngineDied | None = None
 
     def run(self) -> None:
-        """Take commands and step until a `Close`; requests that are open then fail."""
+        """Take commands and step until a `Close`."""
         while self._take_commands():
             with self.engine.at_work():
                 self._work()
 
     def _work(self) -> None:
-        """Steps until a command comes, or until there is nothing to do."""
+        """Step until a command comes, or until there is nothing to do."""
         going = True
         while going:
             self._admit_backlog()
             if self.engine.has_work:
                 self._step()
-            self._outputs.flush()
+            self._events.flush()
             going = self.engine.has_work and self._commands.empty()
 
     def abandon(self, error: PacelineError) -> None:
@@ -166,7 +105,7 @@ class EngineLoop:
     # -- commands
 
     def _take_commands(self) -> bool:
-        """Carry out every queued command; an idle engine waits for one. False: it was a `Close`."""
+        """Carry out every queued command; an idle engine waits for one. Return False after a `Close`."""
         idle = not self.engine.has_work and not self._backlog
         while idle or not self._commands.empty():
             idle = False
@@ -183,7 +122,7 @@ class EngineLoop:
         return True
 
     def _submit(self, request: Request) -> None:
-        if (request.patient and self._backlog) or not self._add(request):
+        if (request.may_wait and self._backlog) or not self._add(request):
             self._backlog.append(request)
 
     def _admit_backlog(self) -> None:
@@ -191,31 +130,31 @@ class EngineLoop:
             self._backlog.popleft()
 
     def _add(self, request: Request) -> bool:
-        """False: the queue is full, and the request can wait."""
+        """Add a request to the engine, or fail it. Return False where the queue is full and the request may wait."""
         request_id = request.request_id
         try:
             if self._died is not None:
                 raise _fresh(self._died)
-            answers = self.engine.add_request(
+            sequences = self.engine.add_request(
                 request_id, request.prompt, request.params, request.wait_group, request.grammar
             )
         except QueueFull as full:
-            if request.patient:
+            if request.may_wait:
                 return False
             self._fail(request_id, full)
         except Exception as problem:
             self._fail(request_id, problem)
         else:
-            self._open[request_id] = _Open(answers, len(answers), request.streamed)
+            self._open[request_id] = _OpenRequest(sequences, len(sequences), request.streamed)
             self._watched.add(request_id)
             if request.streamed:
-                self._outputs.put(Accepted(request_id, answers))
+                self._events.put(Accepted(request_id, sequences))
         return True
 
     def _cancel(self, request_ids: SequenceOf[str], done: Future[None] | None) -> None:
-        gone = set(request_ids)
+        cancelled = set(request_ids)
         if self._backlog:
-            self._backlog = deque(request for request in self._backlog if request.request_id not in gone)
+            self._backlog = deque(request for request in self._backlog if request.request_id not in cancelled)
         for request_id in request_ids:
             if self._forget(request_id) is not None:
                 self.engine.cancel(request_id)
@@ -250,7 +189,7 @@ class EngineLoop:
                 self._report(result, index, index in ended, now)
 
     def _fail_step(self, problem: Exception) -> None:
-        """A step that raised ends the requests that took part in it; waiting requests are kept."""
+        """Fail the requests that took part in a step that raised; waiting requests are kept."""
         log.debug("a step failed", exc_info=problem)
         scheduler = self.engine.scheduler
         part = scheduler.running or scheduler.waiting[:1]  # the one to be admitted, where none ran
@@ -278,27 +217,24 @@ class EngineLoop:
             request.first_token_time = now
             if not request.streamed:
                 self._watched.discard(request_id)
-        ended = None
-        if finished:
-            request.left -= 1
-            if not request.left:
-                self._forget(request_id)
-                ended = Ended(request_id, request.answers, request.first_token_time, now)
         if request.streamed:
-            self._outputs.put(_delta(result, index, sequence.finish_reason if finished else None, ended))
-        elif ended is not None:
-            self._outputs.put(ended)
+            self._events.put(_delta(result, index, sequence.finish_reason if finished else None))
+        if finished:
+            request.unfinished -= 1
+            if not request.unfinished:
+                self._forget(request_id)
+                self._events.put(_ended(request, request.first_token_time, now))
 
     def _fail(self, request_id: str, problem: Exception) -> None:
         self._forget(request_id)
-        self._outputs.put(Failed(request_id, _failure(problem)))
+        self._events.put(Failed(request_id, _failure(problem)))
 
-    def _forget(self, request_id: str) -> _Open | None:
+    def _forget(self, request_id: str) -> _OpenRequest | None:
         self._watched.discard(request_id)
         return self._open.pop(request_id, None)
 
 
-def _delta(result: StepResult, index: int, finish_reason: str | None, ended: Ended | None) -> Delta:
+def _delta(result: StepResult, index: int, finish_reason: str | None) -> Delta:
     sequence, tokens, draft = result.sequences[index], list(result.tokens[index]), result.drafts.get(index)
     logprobs = None if sequence.logprobs is None else sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
     return Delta(
@@ -308,14 +244,37 @@ def _delta(result: StepResult, index: int, finish_reason: str | None, ended: End
         result.kinds_of(index),
         result.texts.get(index, ""),
         finish_reason,
-        ended,
         logprobs,
         None if draft is None else (draft.method, draft.nodes, draft.depth),
     )
 
 
+def _ended(request: _OpenRequest, first_token_time: float, finished_time: float) -> Ended:
+    first = request.sequences[0]
+    return Ended(
+        first.request_id,
+        [_answer(sequence) for sequence in request.sequences],
+        first_token_time,
+        finished_time,
+        max(sequence.num_cached_prompt for sequence in request.sequences),
+        first.prompt_logprobs,
+    )
+
+
+def _answer(sequence: Sequence) -> Answer:
+    return Answer(
+        sequence.index,
+        sequence.output_tokens,
+        sequence.text,
+        sequence.finish_reason or "",
+        sequence.stop_reason,
+        sequence.logprobs,
+        sequence.stats,
+    )
+
+
 def _failure(problem: Exception) -> PacelineError:
-    """One for each request: an exception collects the traceback of the thread that raises it."""
+    """Return an error of its own for each request: an exception collects the traceback of the thread that raises it."""
     if isinstance(problem, PacelineError):
         return _fresh(problem)
     failure = RequestFailed(f"{type(problem).__name__}: {problem}")
@@ -350,7 +309,7 @@ class EngineThread:
         self._post(Submit(requests))
 
     def cancel(self, request_ids: SequenceOf[str]) -> Future[None]:
-        """Their events end here. The result is there once their blocks are free."""
+        """End the requests and their events. The future is done once their blocks are free."""
         done: Future[None] = Future()
         for request_id in request_ids:
             self._receivers.pop(request_id, None)
@@ -361,13 +320,13 @@ class EngineThread:
         return done
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """`function(engine)` between two steps."""
+        """Run `function(engine)` between two steps."""
         done: Future[T] = Future()
         self._post(Call(function, done))
         return done
 
     def close(self) -> None:
-        """Later commands are refused, open requests fail, and `at_end` has been called when this returns."""
+        """Refuse later commands, fail open requests, and return once `at_end` has been called."""
         with self._lock:
             if self._refusal is None:
                 self._commands.put(Close())
@@ -376,10 +335,10 @@ class EngineThread:
             self._thread.join()
 
     def put(self, event: Event, /) -> None:
-        """Of the loop: hand an event to whichever receiver the request has."""
-        last = isinstance(event, Ended | Failed) or (isinstance(event, Delta) and event.ended is not None)
+        """Hand an event of the loop to its request's receiver, if there is one."""
         receivers = self._receivers
-        receiver = receivers.pop(event.request_id, None) if last else receivers.get(event.request_id)
+        is_last = isinstance(event, Ended | Failed)
+        receiver = receivers.pop(event.request_id, None) if is_last else receivers.get(event.request_id)
         if receiver is not None:
             try:
                 receiver.put(event)
@@ -387,7 +346,7 @@ class EngineThread:
                 log.debug("an event of request %s was lost", event.request_id, exc_info=True)
 
     def flush(self) -> None:
-        """Of the loop: events were handed over one by one."""
+        """Do nothing: events are handed over one by one."""
 
     def _post(self, command: Command) -> None:
         with self._lock:

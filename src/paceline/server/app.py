@@ -39,10 +39,10 @@ from paceline.server.api.protocol import (
 )
 from paceline.server.capture import Capture
 from paceline.server.errors import Forbidden, body_of, from_http, from_validation
-from paceline.server.gate import Gate, error_response
+from paceline.server.gate import RequestGuard, error_response
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient
-from paceline.server.state import ServerSettings, State
+from paceline.server.state import AppState, ServerSettings
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
@@ -56,7 +56,7 @@ PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none';
 def create_app(settings: ServerSettings) -> FastAPI:
     metrics = Metrics(lambda method, rate: _on_drift(client, method, rate))
     client = EngineClient(settings.engine, [metrics.observe], metrics.cancelled)
-    state = State(settings, client, metrics, capture=None if settings.capture is None else Capture(settings.capture))
+    state = AppState(settings, client, metrics, capture=None if settings.capture is None else Capture(settings.capture))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -80,7 +80,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(Exception, _on_bug)
     _add_routes(app, state)
     app.add_middleware(
-        Gate,
+        RequestGuard,
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
         on_error=lambda status: state.metrics.refused.labels(str(status)).inc(),
@@ -94,7 +94,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, state: State) -> None:
+def _add_routes(app: FastAPI, state: AppState) -> None:
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.get("/", include_in_schema=False)
@@ -142,9 +142,10 @@ def _add_routes(app: FastAPI, state: State) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", "give either prompt or messages")
         if body.messages is not None:
-            tokens = await state.encode_chat([plain_message(message) for message in body.messages])
+            prompt = await state.encode_chat([plain_message(message) for message in body.messages])
         else:
-            tokens = await state.encode(body.prompt or "", special=body.add_special_tokens)
+            prompt = await state.encode(body.prompt or "", special=body.add_special_tokens)
+        tokens = prompt.tokens
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": state.client.info["max_model_len"]})
 
     @app.post("/detokenize")
@@ -172,15 +173,15 @@ def _add_routes(app: FastAPI, state: State) -> None:
         async with contextlib.AsyncExitStack() as running:
             generations = []
             for prompt in prompts:
-                text = functools.partial(_keep_text, state.tokenizer, prompt)
+                text = functools.partial(_keep_text, state.tokenizer, prompt.tokens)
                 generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl", keep=text))
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
                 return EventStream(completions.chunks(generations, body, state.name), generations)
-            gathered = asyncio.gather(*(each.answers() for each in generations))
-            answers = await _unless_gone(request, gathered)
-            return _json(completions.completion(generations, answers, body, state.name))
+            gathered = asyncio.gather(*(each.whole() for each in generations))
+            outputs = await _unless_gone(request, gathered)
+            return _json(completions.completion(generations, outputs, body, state.name))
 
     @app.post("/v1/chat/completions")
     async def chat_route(body: ChatRequest, request: Request) -> Response:
@@ -194,10 +195,10 @@ def _add_routes(app: FastAPI, state: State) -> None:
             if streamed:
                 return EventStream(chat.chunks(generation, body, state.name), [generation])
             try:
-                answers = await _unless_gone(request, generation.answers())
+                output = await _unless_gone(request, generation.whole())
             finally:
                 generation.cancel()
-            return _json(chat.completion(generation, answers, body, state.name))
+            return _json(chat.completion(generation, output, body, state.name))
 
     @app.post("/v1/responses")
     async def responses_route(body: responses.ResponseRequest, request: Request) -> Response:
@@ -210,10 +211,10 @@ def _add_routes(app: FastAPI, state: State) -> None:
         if streamed:
             return EventStream(responses.events(generation, body, state.name), [generation], named=True)
         try:
-            (answer,) = await _unless_gone(request, generation.answers())
+            output = await _unless_gone(request, generation.whole())
         finally:
             generation.cancel()
-        return _json(responses.response(generation, answer, body, state.name))
+        return _json(responses.response(generation, output, body, state.name))
 
 
 @contextlib.contextmanager

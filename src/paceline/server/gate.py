@@ -23,7 +23,7 @@ DRAIN = 8  # times the limit of a body that is read and dropped
 MAX_ID = 128  # characters of a request id that a client may choose
 
 
-class Gate:
+class RequestGuard:
     def __init__(
         self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, on_error: Callable[[int], None]
     ) -> None:

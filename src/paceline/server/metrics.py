@@ -16,9 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from paceline.engine.events import Delta, Ended, Failed
 from paceline.outputs import SpeculationStats
 from paceline.server.drift import DriftMonitor
-from paceline.server.process import messages as m
+from paceline.server.process.messages import Gauges, Ready, WorkerEvent
 
 MAX_TAGS = 32  # values of a client's tag that are told apart; later ones count as "other"
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30, 60)
@@ -29,7 +30,7 @@ class Metrics:
         """`on_drift(method, rate)`: acceptance of the method fell from `rate`."""
         self.registry = CollectorRegistry()
         self._on_drift, self._drift = on_drift, DriftMonitor()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _RequestCounts] = {}
         self._tags: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -73,7 +74,7 @@ class Metrics:
 
     def submitted(self, request_id: str, prompt_tokens: int, tag: str | None) -> None:
         label = self._tag(tag)
-        self._open[request_id] = _Open(label)
+        self._open[request_id] = _RequestCounts(label)
         self.prompt_tokens.labels(label).inc(prompt_tokens)
 
     def cancelled(self, request_id: str) -> None:
@@ -81,18 +82,18 @@ class Metrics:
         if request is not None:
             self.requests.labels("abort", request.tag).inc()
 
-    def observe(self, event: m.Event) -> None:
+    def observe(self, event: WorkerEvent) -> None:
         match event:
-            case m.Delta():
+            case Delta():
                 self._delta(event)
-            case m.Ended():
+            case Ended():
                 self._ended(event)
-            case m.Failed():
+            case Failed():
                 self._close(event.request_id)
-                self.failed.labels(event.kind).inc()
-            case m.Gauges():
+                self.failed.labels(type(event.error).__name__).inc()
+            case Gauges():
                 self._gauges(event)
-            case m.Ready():  # a new process, maybe with another drafter
+            case Ready():  # a new process, maybe with another drafter
                 self.starts.inc()
                 self._drift = DriftMonitor()
                 self.drafter_failed.clear()
@@ -107,21 +108,21 @@ class Metrics:
             self._count(request)
         return bytes(generate_latest(self.registry))
 
-    def _delta(self, event: m.Delta) -> None:
+    def _delta(self, event: Delta) -> None:
         request = self._open.get(event.request_id)
         if request is None:
             return
         now, count = time.perf_counter(), len(event.tokens)
         if not request.last:
             self.ttft.labels(request.tag).observe(now - request.arrival)
-        last = request.last.get(event.index)
+        last = request.last.get(event.answer)
         if last is not None and count:
             self.between.add((now - last) / count, count)
-        request.last[event.index] = now
+        request.last[event.answer] = now
         request.tokens += count
         request.passes += 1
 
-    def _ended(self, event: m.Ended) -> None:
+    def _ended(self, event: Ended) -> None:
         request = self._open.get(event.request_id)
         if request is None:
             return
@@ -140,13 +141,13 @@ class Metrics:
                 self.between.add(mean, 1)
             self._speculation(answer.stats, tag)
 
-    def _close(self, request_id: str) -> _Open | None:
+    def _close(self, request_id: str) -> _RequestCounts | None:
         request = self._open.pop(request_id, None)
         if request is not None:
             self._count(request)
         return request
 
-    def _count(self, request: _Open) -> None:
+    def _count(self, request: _RequestCounts) -> None:
         """What its tokens added since the last time: a counter takes longer than an integer."""
         self.generation_tokens.labels(request.tag).inc(request.tokens)
         self.passes.labels(request.tag).inc(request.passes)
@@ -170,7 +171,7 @@ class Metrics:
                 self.drift.labels(method).inc()
                 self._on_drift(method, before)
 
-    def _gauges(self, event: m.Gauges) -> None:
+    def _gauges(self, event: Gauges) -> None:
         self.running.set(event.running)
         self.waiting.set(event.waiting)
         self.cache.set(event.cache_usage)
@@ -205,7 +206,7 @@ class TokenGaps(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
 
 
-class _Open:
+class _RequestCounts:
     """A request that is being answered."""
 
     def __init__(self, tag: str) -> None:

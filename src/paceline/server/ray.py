@@ -32,8 +32,8 @@ from paceline.server.app import create_app
 from paceline.server.errors import BodyTooLarge, body_of
 from paceline.server.gate import error_response
 from paceline.server.prefix import in_order, prefix_of
-from paceline.server.process.engine_process import EngineSettings
-from paceline.server.state import ServerSettings, State
+from paceline.server.process.messages import EngineSettings
+from paceline.server.state import AppState, ServerSettings
 
 NAME = "paceline"  # of the application in Ray
 HOP = {b"connection", b"transfer-encoding", b"content-length"}  # headers of one hop, which the front writes itself
@@ -64,7 +64,7 @@ class Replica:
 
     async def __init__(self, settings: ServerSettings) -> None:  # type: ignore[misc]  # Ray waits for it
         self._app = create_app(settings)
-        self._state: State = self._app.state.paceline
+        self._state: AppState = self._app.state.paceline
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 

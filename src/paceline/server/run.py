@@ -12,7 +12,7 @@ import uvicorn
 
 from paceline.server.app import create_app
 from paceline.server.logs import OWN, set_up_logs
-from paceline.server.state import ServerSettings, State
+from paceline.server.state import AppState, ServerSettings
 
 log = logging.getLogger("paceline.server")
 LAST_S = 5  # after the grace period, for the last answers to be sent
@@ -21,7 +21,7 @@ LAST_S = 5  # after the grace period, for the last answers to be sent
 class Server(uvicorn.Server):
     """Requests that are open when the grace period ends are told so: uvicorn would cut their connections."""
 
-    def __init__(self, config: uvicorn.Config, state: State) -> None:
+    def __init__(self, config: uvicorn.Config, state: AppState) -> None:
         super().__init__(config)
         self._state = state
 
@@ -43,7 +43,7 @@ def run(settings: ServerSettings, listener: socket.socket, *, log_json: bool = F
 
 async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     app = create_app(settings)
-    state: State = app.state.paceline
+    state: AppState = app.state.paceline
     host, port = listener.getsockname()[:2]
     log.info("loading %s", settings.engine.model)
     if settings.capture is not None:

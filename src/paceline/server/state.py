@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, short_repr
+from paceline.errors import EngineClosed, InvalidParameter, ModelNotFound, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.generation import Generation
 from paceline.server.api.protocol import Sampling
@@ -19,7 +20,8 @@ from paceline.server.api.tool_calls import Style, style_of
 from paceline.server.capture import Capture
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient, new_request_id
-from paceline.server.process.engine_process import EngineSettings
+from paceline.server.process.messages import EngineSettings
+from paceline.text.request_text import EncodedPrompt, check_token_ids, encode_prompts
 from paceline.text.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str], None]  # writes one answer
@@ -52,7 +54,7 @@ class ServerSettings:
 
 
 @dataclass
-class State:
+class AppState:
     """What routes share; set up when the application starts."""
 
     settings: ServerSettings
@@ -85,26 +87,23 @@ class State:
             raise ModelNotFound(f"model {short_repr(name)} is not served here; {self.name!r} is")
 
     def check_tokens(self, field: str, tokens: list[int]) -> None:
-        """Before they are sent: a message holds no number of more than 64 bits."""
-        vocab = self.client.info["vocab_size"]
-        bad = next((token for token in tokens if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise InvalidParameter(field, f"token id {short_repr(bad)} is outside the vocabulary of {vocab}")
+        """Check token ids before they are sent: a message holds no number of more than 64 bits."""
+        check_token_ids(field, tokens, self.client.info["vocab_size"])
 
-    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
+    async def encode(self, prompt: str | list[int], *, special: bool = True) -> EncodedPrompt:
         if isinstance(prompt, list):
             self.check_tokens("prompt", prompt)
-            return prompt
-        if not prompt:
-            raise InvalidPrompt("the prompt is empty; give at least one character")
-        if len(prompt) < LONG_TEXT:
-            return self.tokenizer.encode(prompt, special)
-        async with self._long:
-            return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
+        encode = functools.partial(encode_prompts, self.tokenizer, [prompt], special)
+        if isinstance(prompt, list) or len(prompt) < LONG_TEXT:
+            (encoded,) = encode()
+        else:
+            async with self._long:
+                (encoded,) = await asyncio.to_thread(encode)
+        return encoded
 
     async def encode_chat(
         self, conversation: list[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> list[int]:
+    ) -> EncodedPrompt:
         """`variables` of the template may be as long as a conversation."""
         if len(conversation) < LONG_CHAT and not variables:
             text = self.tokenizer.render_chat(conversation)
@@ -114,7 +113,7 @@ class State:
 
     async def start(
         self,
-        prompt: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
         body: Sampling,
         *,
@@ -127,7 +126,7 @@ class State:
             raise EngineClosed("the server is shutting down; try another one")
         request_id = new_request_id(prefix)
         resolved = params.resolve(self.client.info.get("generation_defaults", {}))
-        self.metrics.submitted(request_id, len(prompt), body.tag)
+        self.metrics.submitted(request_id, len(prompt.tokens), body.tag)
         try:
             return await Generation.start(
                 self.client,
@@ -144,6 +143,6 @@ class State:
             raise
 
     def _keep(self, generation: Generation, keep: Keep | None) -> None:
-        if self.capture is not None and keep is not None and generation.ended is not None:
-            for answer in generation.ended.answers:
-                keep(self.capture, generation.text_of(answer))
+        if self.capture is not None and keep is not None and generation.output is not None:
+            for answer in generation.output.outputs:
+                keep(self.capture, answer.text)

@@ -29,9 +29,10 @@ from paceline.core.verdict import TokenKind
 from paceline.errors import InvalidParameter
 from paceline.server.api.generation import KINDS, Generation, TimeLimit
 from paceline.server.api.protocol import ChatRequest, CompletionRequest
-from paceline.server.gate import Gate
+from paceline.server.gate import RequestGuard
 from paceline.server.logs import OWN, log_level, logs_json, set_up_logs
-from paceline.server.process.client import Stream
+from paceline.server.process.client import RequestInbox
+from paceline.text.request_text import EncodedPrompt
 from tests.server.conftest import Server, start_server, wait_until
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
@@ -358,16 +359,16 @@ def test_request_ids_come_back(server: Server) -> None:
 def test_a_request_is_stopped_at_the_time_limit(streamed: bool) -> None:
     cancelled: list[str] = []
 
-    def submit(*_: Any, request_id: str, **__: Any) -> Stream:
-        return Stream(request_id, cast("Any", None))
+    def submit(*_: Any, request_id: str, **__: Any) -> RequestInbox:
+        return RequestInbox(request_id, cast("Any", None))
 
     async def run() -> None:
         client: Any = SimpleNamespace(submit=submit, cancel=cancelled.append)
         tokenizer: Any = None
         asked: dict[str, Any] = {"streamed": streamed, "request_id": "r", "limit_s": 0.05}
-        generation = await Generation.start(client, tokenizer, [1], SamplingParams(), **asked)
+        generation = await Generation.start(client, tokenizer, EncodedPrompt(None, [1]), SamplingParams(), **asked)
         try:
-            await generation.answers()
+            await generation.whole()
         finally:
             generation.cancel()
 
@@ -454,7 +455,7 @@ def test_a_key_is_a_bearer_token(header: str | None, passes: bool) -> None:
         statuses.append(message.get("status"))
 
     headers = [] if header is None else [(b"authorization", header.encode())]
-    gate = Gate(app, api_keys=("first", "second"), max_body_bytes=1024, on_error=lambda status: None)
+    gate = RequestGuard(app, api_keys=("first", "second"), max_body_bytes=1024, on_error=lambda status: None)
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
     asyncio.run(gate(scope, receive, send))
     assert (reached, 401 in statuses) == (["/v1/models"] if passes else [], not passes)

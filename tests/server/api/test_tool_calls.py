@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
+from paceline.outputs import StreamChunk
 from paceline.server.api.chat import _parsed
-from paceline.server.api.generation import Piece
 from paceline.server.api.protocol import ChatRequest
 from paceline.server.api.tool_calls import Style, ToolParser, forced_calls, read_call, style_of
 from paceline.text.grammar import Grammars
@@ -65,8 +65,8 @@ def test_a_request_may_ask_for_one_call_at_a_time(parallel: bool | None) -> None
     messages = [{"role": "user", "content": "x"}]
     request = ChatRequest.model_validate({"messages": messages, "tools": tools, "parallel_tool_calls": parallel})
     parser, cuts = ToolParser(), (TWO[:60], TWO[60:130], TWO[130:])
-    pieces = [Piece(0, text, [], [], [], "stop" if text is cuts[-1] else None, None, None) for text in cuts]
-    deltas = [_parsed(piece, parser, request) for piece in pieces]
+    chunks = [StreamChunk(0, text, [], "stop" if text is cuts[-1] else None) for text in cuts]
+    deltas = [_parsed(chunk, parser, request) for chunk in chunks]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "time")][: len(calls)]
     assert len(calls) == (2 if parallel is None else 1)

@@ -6,26 +6,26 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from paceline.server.api.generation import Generation, Piece, prompt_logprobs, usage
+from paceline.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
+from paceline.server.api.generation import Generation, details, prompt_logprobs, usage
 from paceline.server.api.protocol import ChatRequest
 from paceline.server.api.tool_calls import ToolParser
-from paceline.server.process import messages as m
 
 
-def completion(generation: Generation, answers: list[m.Answer], request: ChatRequest, model: str) -> dict[str, Any]:
+def completion(generation: Generation, output: RequestOutput, request: ChatRequest, model: str) -> dict[str, Any]:
     return {
-        "id": generation.stream.request_id,
+        "id": generation.request_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [_choice(generation, answer, request) for answer in answers],
+        "choices": [_choice(generation, answer, request) for answer in output.outputs],
         "prompt_logprobs": prompt_logprobs(generation, request),
         "usage": usage([generation]),
     }
 
 
-def _choice(generation: Generation, answer: m.Answer, request: ChatRequest) -> dict[str, Any]:
-    text, calls = generation.text_of(answer), []
+def _choice(generation: Generation, answer: CompletionOutput, request: ChatRequest) -> dict[str, Any]:
+    text, calls = answer.text, []
     if request.offered_tools:
         parser = ToolParser()
         text = parser.push(text)[0] + parser.finish()[0]
@@ -36,18 +36,18 @@ def _choice(generation: Generation, answer: m.Answer, request: ChatRequest) -> d
     choice = {
         "index": answer.index,
         "message": message,
-        "logprobs": _logprobs(generation, answer.logprobs),
+        "logprobs": _logprobs(generation, answer.token_ids, answer.logprobs),
         "finish_reason": _reason(answer.finish_reason, bool(calls), request),
         "stop_reason": answer.stop_reason,
     }
     if request.return_token_ids:
-        choice["token_ids"] = answer.tokens
+        choice["token_ids"] = answer.token_ids
     return choice
 
 
 async def chunks(generation: Generation, request: ChatRequest, model: str) -> AsyncIterator[dict[str, Any]]:
     base = {
-        "id": generation.stream.request_id,
+        "id": generation.request_id,
         "object": "chat.completion.chunk",
         "created": int(time.time()),
         "model": model,
@@ -58,21 +58,21 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
         delta: dict[str, Any] = {"role": "assistant", "content": ""}
         yield {**base, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
     parsers = [ToolParser() for _ in range(generation.params.n)] if request.offered_tools else []
-    while (piece := await generation.piece()) is not None:
+    while (chunk := await generation.chunk()) is not None:
         delta = (
-            _parsed(piece, parsers[piece.index], request) if parsers else {"content": piece.text} if piece.text else {}
+            _parsed(chunk, parsers[chunk.index], request) if parsers else {"content": chunk.text} if chunk.text else {}
         )
-        reason = _reason(piece.finish_reason, bool(parsers and parsers[piece.index].calls), request)
-        yield {**base, "choices": [_chunk_choice(generation, piece, request, delta, reason)]}
+        reason = _reason(chunk.finish_reason, bool(parsers and parsers[chunk.index].calls), request)
+        yield {**base, "choices": [_chunk_choice(generation, chunk, request, delta, reason)]}
     if request.includes_usage:
         yield {**base, "choices": [], "usage": usage([generation])}
 
 
-def _parsed(piece: Piece, parser: ToolParser, request: ChatRequest) -> dict[str, Any]:
+def _parsed(chunk: StreamChunk, parser: ToolParser, request: ChatRequest) -> dict[str, Any]:
     """A delta with the text that is no call, and the calls that are complete."""
     begun = len(parser.calls)
-    text, calls = parser.push(piece.text)
-    if piece.finish_reason is not None:
+    text, calls = parser.push(chunk.text)
+    if chunk.finish_reason is not None:
         rest, more = parser.finish()
         text, calls = text + rest, [*calls, *more]
     if request.most_calls is not None:
@@ -89,31 +89,31 @@ def _reason(reason: str | None, called: bool, request: ChatRequest) -> str | Non
 
 
 def _chunk_choice(
-    generation: Generation, piece: Piece, request: ChatRequest, delta: dict[str, Any], reason: str | None
+    generation: Generation, chunk: StreamChunk, request: ChatRequest, delta: dict[str, Any], reason: str | None
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {
-        "index": piece.index,
+        "index": chunk.index,
         "delta": delta,
-        "logprobs": _logprobs(generation, piece.logprobs),
+        "logprobs": _logprobs(generation, chunk.token_ids, chunk.logprobs),
         "finish_reason": reason,
     }
     if request.return_token_ids:
-        choice |= piece.details()
+        choice |= details(chunk)
     return choice
 
 
-def _logprobs(generation: Generation, entries: list[list[m.LoggedToken]] | None) -> dict[str, Any] | None:
+def _logprobs(
+    generation: Generation, tokens: list[int], entries: list[dict[int, Logprob]] | None
+) -> dict[str, Any] | None:
     if entries is None:
         return None
-    return {"content": [_entry(generation, entry) for entry in entries], "refusal": None}
+    count, content = generation.params.logprobs or 0, []
+    for token, entry in zip(tokens, entries, strict=True):
+        likeliest = sorted(entry.values(), key=lambda each: each.rank)[:count]
+        content.append({**_token(entry[token]), "top_logprobs": [_token(each) for each in likeliest]})
+    return {"content": content, "refusal": None}
 
 
-def _entry(generation: Generation, entry: list[m.LoggedToken]) -> dict[str, Any]:
-    chosen, count = entry[0], generation.params.logprobs or 0
-    likeliest = sorted(entry, key=lambda each: each.rank)[:count]
-    return {**_token(generation, chosen), "top_logprobs": [_token(generation, each) for each in likeliest]}
-
-
-def _token(generation: Generation, logged: m.LoggedToken) -> dict[str, Any]:
-    text = generation.tokenizer.token_text(logged.token)
-    return {"token": text, "logprob": logged.logprob, "bytes": list(text.encode())}
+def _token(logprob: Logprob) -> dict[str, Any]:
+    text = logprob.decoded_token
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}

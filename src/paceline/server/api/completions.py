@@ -8,28 +8,28 @@ from collections.abc import AsyncIterator
 from itertools import accumulate
 from typing import Any
 
-from paceline.server.api.generation import Generation, Piece, prompt_logprobs, usage
+from paceline.outputs import Logprob, RequestOutput, StreamChunk
+from paceline.server.api.generation import Generation, details, prompt_logprobs, usage
 from paceline.server.api.protocol import CompletionRequest
-from paceline.server.process import messages as m
 
 
 def completion(
-    generations: list[Generation], answers: list[list[m.Answer]], request: CompletionRequest, model: str
+    generations: list[Generation], outputs: list[RequestOutput], request: CompletionRequest, model: str
 ) -> dict[str, Any]:
     """Choices of the first prompt come first, n of each."""
     choices = []
-    for at, (generation, each) in enumerate(zip(generations, answers, strict=True)):
-        for answer in each:
+    for at, (generation, output) in enumerate(zip(generations, outputs, strict=True)):
+        for answer in output.outputs:
             choice = {
                 "index": at * generation.params.n + answer.index,
-                "text": _echoed(generation, request) + generation.text_of(answer),
-                "logprobs": _logprobs(generation, answer.logprobs, echoed=request.echo),
+                "text": _echoed(generation, request) + answer.text,
+                "logprobs": _logprobs(generation, answer.token_ids, answer.logprobs, echoed=request.echo),
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
                 "prompt_logprobs": prompt_logprobs(generation, request),
             }
             if request.return_token_ids:
-                choice["token_ids"] = answer.tokens
+                choice["token_ids"] = answer.token_ids
             choices.append(choice)
     return {**_base(generations[0], model), "choices": choices, "usage": usage(generations)}
 
@@ -46,24 +46,24 @@ async def chunks(
                 index = at * generation.params.n + answer
                 text = _echoed(generation, request)
                 yield {**base, "choices": [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]}
-    async for at, piece in _merged(generations):
-        yield {**base, "choices": [_chunk_choice(generations[at], at, piece, request)]}
+    async for at, chunk in _merged(generations):
+        yield {**base, "choices": [_chunk_choice(generations[at], at, chunk, request)]}
     if request.includes_usage:
         yield {**base, "choices": [], "usage": usage(generations)}
 
 
-async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Piece]]:
-    """Pieces of several prompts, as they arrive."""
+async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, StreamChunk]]:
+    """StreamChunks of several prompts, as they arrive."""
     if len(generations) == 1:
-        while (piece := await generations[0].piece()) is not None:
-            yield 0, piece
+        while (chunk := await generations[0].chunk()) is not None:
+            yield 0, chunk
         return
-    arrived: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, StreamChunk | BaseException | None]] = asyncio.Queue()
 
     async def read(at: int, generation: Generation) -> None:
         try:
-            while (piece := await generation.piece()) is not None:
-                arrived.put_nowait((at, piece))
+            while (chunk := await generation.chunk()) is not None:
+                arrived.put_nowait((at, chunk))
             arrived.put_nowait((at, None))
         except Exception as problem:
             arrived.put_nowait((at, problem))
@@ -84,21 +84,21 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Pie
             reader.cancel()
 
 
-def _chunk_choice(generation: Generation, at: int, piece: Piece, request: CompletionRequest) -> dict[str, Any]:
+def _chunk_choice(generation: Generation, at: int, chunk: StreamChunk, request: CompletionRequest) -> dict[str, Any]:
     choice: dict[str, Any] = {
-        "index": at * generation.params.n + piece.index,
-        "text": piece.text,
-        "logprobs": _logprobs(generation, piece.logprobs),
-        "finish_reason": piece.finish_reason,
+        "index": at * generation.params.n + chunk.index,
+        "text": chunk.text,
+        "logprobs": _logprobs(generation, chunk.token_ids, chunk.logprobs),
+        "finish_reason": chunk.finish_reason,
     }
     if request.return_token_ids:
-        choice |= piece.details()
+        choice |= details(chunk)
     return choice
 
 
 def _base(generation: Generation, model: str) -> dict[str, Any]:
     return {
-        "id": generation.stream.request_id,
+        "id": generation.request_id,
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
@@ -110,23 +110,26 @@ def _echoed(generation: Generation, request: CompletionRequest) -> str:
 
 
 def _logprobs(
-    generation: Generation, entries: list[list[m.LoggedToken]] | None, *, echoed: bool = False
+    generation: Generation, tokens: list[int], entries: list[dict[int, Logprob]] | None, *, echoed: bool = False
 ) -> dict[str, Any] | None:
     """`echoed`: the prompt's tokens come first, and its first one has no log-probability."""
     if entries is None:
         return None
-    text_of, count = generation.tokenizer.token_text, generation.params.logprobs or 0
-    ended, texts, first = generation.ended, [], []
-    if echoed and ended is not None and ended.prompt_logprobs is not None:
-        entries, texts, first = [*ended.prompt_logprobs, *entries], [text_of(generation.prompt[0])], [None]
-    texts += [text_of(entry[0].token) for entry in entries]
+    output, texts, first = generation.output, [], []
+    if echoed and output is not None and output.prompt_logprobs is not None:
+        of_prompt = [entry for entry in output.prompt_logprobs if entry is not None]
+        texts, first = [generation.tokenizer.token_text(generation.prompt[0])], [None]
+        tokens, entries = [*generation.prompt[1:], *tokens], [*of_prompt, *entries]
+    chosen = [entry[token] for token, entry in zip(tokens, entries, strict=True)]
+    count = generation.params.logprobs or 1
     top = [
-        {text_of(each.token): each.logprob for each in sorted(entry, key=lambda one: one.rank)[: count or 1]}
+        {each.decoded_token: each.logprob for each in sorted(entry.values(), key=lambda one: one.rank)[:count]}
         for entry in entries
     ]
+    texts += [each.decoded_token for each in chosen]
     return {
         "tokens": texts,
-        "token_logprobs": [*first, *(entry[0].logprob for entry in entries)],
+        "token_logprobs": [*first, *(each.logprob for each in chosen)],
         "top_logprobs": [*first, *top],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
     }

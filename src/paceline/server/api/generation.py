@@ -1,55 +1,27 @@
-"""From events of the engine to text, usage and log-probabilities, as the OpenAI routes report them."""
+"""One prompt in the engine, as the OpenAI routes see it: chunks or a whole output, usage and log-probabilities."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, PacelineError, QueueFull, RequestFailed
-from paceline.outputs import SpeculationStats
+from paceline.client import AnswerReader
+from paceline.engine.events import Accepted, Delta, Ended, Event, Failed
+from paceline.errors import PacelineError
+from paceline.outputs import RequestOutput, SpeculationStats, StreamChunk
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.protocol import Choices
-from paceline.server.process import messages as m
-from paceline.server.process.client import EngineClient, Stream
-from paceline.text.stop_strings import TextDecoder
+from paceline.server.process.client import EngineClient, RequestInbox
+from paceline.text.request_text import EncodedPrompt
 from paceline.text.tokenizer import Tokenizer
 
-KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
+KINDS = ("drafted", "recovered", "bonus")  # names of core.verdict.TokenKind, without importing torch
 
 
 class TimeLimit(PacelineError):
     """A request ran longer than the server allows."""
-
-
-_ERRORS: dict[str, type[PacelineError]] = {
-    each.__name__: each for each in (EngineDied, InvalidPrompt, PacelineError, QueueFull, RequestFailed, TimeLimit)
-}
-
-
-@dataclass(slots=True)
-class Piece:
-    """New text of one answer."""
-
-    index: int
-    text: str
-    token_texts: list[str]  # by token; a character of several tokens belongs to its last
-    tokens: list[int]
-    kinds: list[int]
-    finish_reason: str | None
-    logprobs: list[list[m.LoggedToken]] | None
-    draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
-
-    def details(self) -> dict[str, Any]:
-        """For requests with `return_token_ids`: what each token is, and what the step drafted."""
-        draft = None if self.draft is None else dict(zip(("method", "nodes", "depth"), self.draft, strict=True))
-        return {
-            "token_ids": self.tokens,
-            "token_kinds": [KINDS[kind] for kind in self.kinds],
-            "token_texts": self.token_texts,
-            "draft": draft,
-        }
 
 
 @dataclass
@@ -58,20 +30,18 @@ class Generation:
 
     client: EngineClient
     tokenizer: Tokenizer
-    prompt: list[int]
-    params: SamplingParams
-    stream: Stream
+    reader: AnswerReader
+    inbox: RequestInbox
     limit: asyncio.TimerHandle
     on_end: Callable[[Generation], None]
-    ended: m.Ended | None = None
-    _decoders: dict[int, TextDecoder] = field(default_factory=dict)
+    output: RequestOutput | None = None  # None: it is not complete
 
     @classmethod
     async def start(
         cls,
         client: EngineClient,
         tokenizer: Tokenizer,
-        prompt: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
         *,
         streamed: bool,
@@ -79,115 +49,107 @@ class Generation:
         limit_s: float,
         on_end: Callable[[Generation], None] = lambda generation: None,
     ) -> Generation:
-        """Raises at once where the engine refuses a streamed request, so that the answer has the right status."""
-        stream = client.submit(prompt, params, streamed=streamed, request_id=request_id)
-        reason = f"the request was stopped after {limit_s:.0f} s, the server's limit"
-        late = m.Failed(request_id, TimeLimit.__name__, reason, None)
-        limit = asyncio.get_running_loop().call_later(limit_s, stream.put, late)  # one timer, not one for each event
-        self = cls(client, tokenizer, prompt, params, stream, limit, on_end)
+        """Submit a request. A streamed one raises here if the engine refuses it, so that its status can say so."""
+        inbox = client.submit(prompt.tokens, params, streamed=streamed, request_id=request_id)
+        late = Failed(request_id, TimeLimit(f"the request was stopped after {limit_s:.0f} s, the server's limit"))
+        limit = asyncio.get_running_loop().call_later(limit_s, inbox.put, late)  # one timer, not one for each event
+        self = cls(client, tokenizer, AnswerReader(tokenizer, prompt, params), inbox, limit, on_end)
         if streamed:
             try:
-                await self._next()
+                accepted = await self._next()
+                assert isinstance(accepted, Accepted)
             except BaseException:
                 self.cancel()
                 raise
         return self
 
-    async def piece(self) -> Piece | None:
-        """What comes next; None: the answer is complete."""
+    @property
+    def request_id(self) -> str:
+        return self.inbox.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.reader.params
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.reader.prompt.tokens
+
+    async def chunk(self) -> StreamChunk | None:
+        """Return the next chunk of a streamed request; None once the answer is complete."""
         event = await self._next()
-        if isinstance(event, m.Ended):
+        if isinstance(event, Ended):
             self._end(event)
             return None
-        assert isinstance(event, m.Delta)
-        texts = self._decode(event)
-        return Piece(
-            event.index,
-            event.text if self.params.stop else "".join(texts),
-            texts,
-            event.tokens,
-            event.kinds,
-            event.finish_reason,
-            event.logprobs,
-            event.draft,
-        )
+        assert isinstance(event, Delta)
+        return self.reader.chunk(event)
 
-    async def answers(self) -> list[m.Answer]:
-        """Of a request that is not streamed."""
+    async def whole(self) -> RequestOutput:
+        """Return the answers of a request that is not streamed."""
         event = await self._next()
-        assert isinstance(event, m.Ended)
-        self._end(event)
-        return event.answers
-
-    def text_of(self, answer: m.Answer) -> str:
-        if self.params.stop:
-            return answer.text
-        decoder = self.tokenizer.incremental_decoder(self.params.skip_special_tokens)
-        return decoder.decode(answer.tokens)
+        assert isinstance(event, Ended)
+        return self._end(event)
 
     def cancel(self) -> None:
         self.limit.cancel()
-        if self.ended is None:
-            self.client.cancel(self.stream.request_id)
+        if self.output is None:
+            self.client.cancel(self.request_id)
 
-    def _end(self, event: m.Ended) -> None:
-        self.ended = event
+    def _end(self, event: Ended) -> RequestOutput:
+        self.output = self.reader.output(event)
         self.limit.cancel()
         self.on_end(self)
+        return self.output
 
-    async def _next(self) -> m.Event:
-        event = await self.stream.get()
-        if isinstance(event, m.Failed):
-            if event.field is not None:
-                raise InvalidParameter(event.field, event.error.removeprefix(f"{event.field}: "))
-            raise _ERRORS.get(event.kind, RequestFailed)(event.error)
+    async def _next(self) -> Event:
+        event = await self.inbox.get()
+        if isinstance(event, Failed):
+            raise event.error
         return event
 
-    def _decode(self, delta: m.Delta) -> list[str]:
-        """Text by token. Of requests with stop strings it is that of all tokens, the stop's included."""
-        decoder = self._decoders.get(delta.index)
-        if decoder is None:
-            decoder = self.tokenizer.incremental_decoder(self.params.skip_special_tokens)
-            self._decoders[delta.index] = decoder
-        texts = [decoder.push(token) for token in delta.tokens]
-        if texts and delta.finish_reason is not None:
-            texts[-1] += decoder.flush()
-        return texts
+
+def details(chunk: StreamChunk) -> dict[str, Any]:
+    """Return what `return_token_ids` asks for: the origin of each token, and the draft of the step."""
+    draft = None if chunk.draft is None else dict(zip(("method", "nodes", "depth"), chunk.draft, strict=True))
+    return {
+        "token_ids": chunk.token_ids,
+        "token_kinds": [KINDS[kind] for kind in chunk.kinds],
+        "token_texts": chunk.token_texts,
+        "draft": draft,
+    }
 
 
 def prompt_logprobs(generation: Generation, request: Choices) -> list[dict[str, Any] | None] | None:
-    """By prompt token, as vLLM has it: by token id the prompt's own and the most likely; None for the first."""
-    ended = generation.ended
-    if request.prompt_logprobs is None or ended is None or ended.prompt_logprobs is None:
+    """Return an entry for each prompt token, as vLLM does: its own and the likeliest by id; None for the first."""
+    output, limit = generation.output, request.prompt_logprobs
+    if limit is None or output is None or output.prompt_logprobs is None:
         return None
-    text_of, most = generation.tokenizer.token_text, request.prompt_logprobs
-    of_tokens: list[dict[str, Any] | None] = [None]
-    for own, *others in ended.prompt_logprobs:
-        shown = [own, *sorted((each for each in others if each.rank <= most), key=lambda each: each.rank)]
-        of_tokens.append(
-            {
-                str(each.token): {"logprob": each.logprob, "rank": each.rank, "decoded_token": text_of(each.token)}
-                for each in shown
-            }
-        )
-    return of_tokens
+    entries: list[dict[str, Any] | None] = []
+    for token, entry in zip(generation.prompt, output.prompt_logprobs, strict=True):
+        if entry is None:
+            entries.append(None)
+            continue
+        others = sorted((each for each in entry if each != token), key=lambda each: entry[each].rank)
+        listed = [token, *(each for each in others if entry[each].rank <= limit)]
+        entries.append({str(each): asdict(entry[each]) for each in listed})
+    return entries
 
 
 def usage(generations: list[Generation]) -> dict[str, Any]:
-    """OpenAI's counts, and speculation's: drafted, accepted, τ and the time saved by the engine's own estimate."""
-    ended = [each.ended for each in generations if each.ended is not None]
+    """Return OpenAI's counts, and speculation's: drafted, accepted, τ and the time saved as the engine estimates."""
+    outputs = [each.output for each in generations if each.output is not None]
+    answers = [answer for output in outputs for answer in output.outputs]
     prompt = sum(len(each.prompt) for each in generations)
-    output = sum(len(answer.tokens) for each in ended for answer in each.answers)
+    completion = sum(len(answer.token_ids) for answer in answers)
     total, saved = SpeculationStats(), 0.0
-    for each in ended:
-        for answer in each.answers:
-            total.merge(answer.stats)
-        saved = max(saved, *(answer.stats.plain_s - answer.stats.spent_s for answer in each.answers))
+    for answer in answers:
+        total.merge(answer.speculation)
+        saved = max(saved, answer.speculation.plain_s - answer.speculation.spent_s)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(each.num_cached for each in ended)},
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
         "speculation": {
             "drafted": total.num_draft_tokens,
             "accepted": total.num_accepted_tokens,

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from paceline.errors import InvalidParameter
+from paceline.outputs import RequestOutput
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.generation import Generation, usage
 from paceline.server.api.protocol import Items, Message, Sampling, plain_message
-from paceline.server.process import messages as m
 
 
 class ResponseRequest(Sampling):
@@ -44,8 +44,9 @@ class ResponseRequest(Sampling):
         return [*system, *map(plain_message, self.input)]
 
 
-def response(generation: Generation, answer: m.Answer, request: ResponseRequest, model: str) -> dict[str, Any]:
-    return _response(generation, request, model, generation.text_of(answer), answer.finish_reason)
+def response(generation: Generation, output: RequestOutput, request: ResponseRequest, model: str) -> dict[str, Any]:
+    (answer,) = output.outputs
+    return _response(generation, request, model, answer.text, answer.finish_reason)
 
 
 async def events(generation: Generation, request: ResponseRequest, model: str) -> AsyncIterator[dict[str, Any]]:
@@ -64,11 +65,11 @@ async def events(generation: Generation, request: ResponseRequest, model: str) -
     yield event("output_item.added", output_index=0, item=item | {"content": []})
     yield event("content_part.added", **at, part=_part(""))
     text, reason = "", "stop"
-    while (piece := await generation.piece()) is not None:
-        reason = piece.finish_reason or reason
-        text += piece.text
-        if piece.text:
-            yield event("output_text.delta", **at, delta=piece.text, logprobs=[])
+    while (chunk := await generation.chunk()) is not None:
+        reason = chunk.finish_reason or reason
+        text += chunk.text
+        if chunk.text:
+            yield event("output_text.delta", **at, delta=chunk.text, logprobs=[])
     yield event("output_text.done", **at, text=text, logprobs=[])
     yield event("content_part.done", **at, part=_part(text))
     yield event("output_item.done", output_index=0, item=_item(generation, text, _status(reason)))
@@ -83,7 +84,7 @@ def _response(
     status = "in_progress" if reason is None else _status(reason)
     params = generation.params
     return {
-        "id": generation.stream.request_id,
+        "id": generation.request_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
@@ -102,7 +103,7 @@ def _response(
         "tools": [],
         "top_p": params.top_p,
         "truncation": "disabled",
-        "usage": None if generation.ended is None else _usage(generation),
+        "usage": None if generation.output is None else _usage(generation),
         "metadata": request.metadata or {},
     }
 
@@ -124,7 +125,7 @@ def _status(reason: str) -> str:
 
 
 def _item(generation: Generation, text: str, status: str) -> dict[str, Any]:
-    item_id = "msg-" + generation.stream.request_id.partition("-")[2]
+    item_id = "msg-" + generation.request_id.partition("-")[2]
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": [_part(text)]}
 
 

@@ -13,36 +13,36 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+from paceline.engine.events import Accepted, Cancel, Delta, Ended, Event, Failed, Request, Submit
 from paceline.errors import EngineDied, PacelineError
 from paceline.models.load.hub import resolve
 from paceline.sampling_params import SamplingParams
-from paceline.server.process import messages as m
-from paceline.server.process.engine_process import EngineProcess, EngineSettings
+from paceline.server.process.engine_process import EngineProcess
+from paceline.server.process.messages import EngineSettings, Gauges, Relearn, WorkerCommand, WorkerEvent
 
 log = logging.getLogger("paceline.server")
 RESTARTS = 3  # within RESTART_WINDOW_S; after that the server stays down, and /health says why
 RESTART_WINDOW_S = 600.0
 STOPPING = "the server is shutting down"
-_PARAM_FIELDS = [each.name for each in fields(SamplingParams)]
 
 
-class Stream:
+class RequestInbox:
     """Events of one request, in the order the engine sent them."""
 
     def __init__(self, request_id: str, process: EngineProcess) -> None:
         self.request_id, self.process = request_id, process
-        self._events: deque[m.Event] = deque()
+        self._events: deque[Event] = deque()
         self._waiting: asyncio.Future[None] | None = None  # of the one reader
 
-    def put(self, event: m.Event) -> None:
+    def put(self, event: Event) -> None:
         self._events.append(event)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def get(self) -> m.Event:
+    async def get(self) -> Event:
         if not self._events:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -53,7 +53,7 @@ class EngineClient:
     def __init__(
         self,
         settings: EngineSettings,
-        observers: Sequence[Callable[[m.Event], None]] = (),
+        observers: Sequence[Callable[[WorkerEvent], None]] = (),
         on_cancel: Callable[[str], None] = lambda request_id: None,
     ) -> None:
         """`observers` see every event, for metrics; they must not wait."""
@@ -63,7 +63,7 @@ class EngineClient:
         self.lost = False  # it ended too often, and is not started again
         self.starts = 0
         self._observers, self._on_cancel = observers, on_cancel
-        self._streams: dict[str, Stream] = {}
+        self._inboxes: dict[str, RequestInbox] = {}
         self._process: EngineProcess | None = None  # that takes new requests
         self._processes: set[EngineProcess] = set()  # with those that finish their last requests
         self._failures: deque[float] = deque()  # when processes ended by themselves
@@ -74,30 +74,29 @@ class EngineClient:
         """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
         await self._launch(self.settings)
 
-    def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> Stream:
+    def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> RequestInbox:
         if self.down is not None or self._process is None:
             raise EngineDied(self.down or "the engine is not running")
-        given = {name: getattr(params, name) for name in _PARAM_FIELDS}
-        self._process.send(m.Submit(request_id, prompt, given, streamed))
-        stream = self._streams[request_id] = Stream(request_id, self._process)
-        return stream
+        self._process.send(Submit([Request(request_id, prompt, params, streamed=streamed)]))
+        inbox = self._inboxes[request_id] = RequestInbox(request_id, self._process)
+        return inbox
 
     def cancel(self, request_id: str) -> None:
         """Free a request that is no longer wanted; harmless after its end."""
-        stream = self._streams.pop(request_id, None)
-        if stream is None:
+        inbox = self._inboxes.pop(request_id, None)
+        if inbox is None:
             return
         self._on_cancel(request_id)
-        self._send(stream.process, m.Cancel([request_id]))
+        self._send(inbox.process, Cancel([request_id]))
 
     def relearn(self, method: str) -> None:
         """The policy forgets how often drafts of the method were accepted, and measures again."""
         if self._process is not None:
-            self._send(self._process, m.Relearn(method))
+            self._send(self._process, Relearn(method))
 
     @property
     def num_open(self) -> int:
-        return len(self._streams)
+        return len(self._inboxes)
 
     async def reload(self, drafter: str) -> None:
         """Serve with the drafter in this folder; raises PacelineError, and goes on as before, where it cannot be."""
@@ -123,7 +122,7 @@ class EngineClient:
 
     def fail_open(self) -> None:
         """Requests that are not answered yet: the server stops."""
-        self._fail(list(self._streams.values()), STOPPING)
+        self._fail(list(self._inboxes.values()), STOPPING)
 
     # -- processes
 
@@ -142,23 +141,23 @@ class EngineClient:
         self._observe(ready)
         self._spawn(self._watch(process))
 
-    def _take(self, process: EngineProcess, events: list[m.Event]) -> None:
+    def _take(self, process: EngineProcess, events: list[WorkerEvent]) -> None:
         for event in events:
-            match event:
-                case m.Accepted() | m.Delta():
-                    stream = self._streams.get(event.request_id)
-                case m.Ended() | m.Failed():
-                    stream = self._streams.pop(event.request_id, None)
-                case m.Gauges() if process is not self._process:
-                    continue
-                case _:
-                    stream = None
+            if isinstance(event, Gauges) and process is not self._process:
+                continue
             self._observe(event)
-            if stream is not None:
-                stream.put(event)
+            match event:
+                case Accepted() | Delta():
+                    inbox = self._inboxes.get(event.request_id)
+                case Ended() | Failed():
+                    inbox = self._inboxes.pop(event.request_id, None)
+                case _:
+                    continue
+            if inbox is not None:
+                inbox.put(event)
 
     async def _retire(self, process: EngineProcess) -> None:
-        while any(stream.process is process for stream in self._streams.values()):
+        while any(inbox.process is process for inbox in self._inboxes.values()):
             await asyncio.sleep(0.05)
         log.info("the engine before the reload has answered its last request")
         await process.stop()
@@ -168,7 +167,7 @@ class EngineClient:
         if self._closing:
             return
         self._processes.discard(process)
-        left = [stream for stream in self._streams.values() if stream.process is process]
+        left = [inbox for inbox in self._inboxes.values() if inbox.process is process]
         reason = f"the engine's process ended with {process.exit}"
         if left or process is self._process:
             log.error("%s; %d requests fail", reason, len(left))
@@ -204,18 +203,18 @@ class EngineClient:
         self.lost, self.down = True, reason
         log.critical("%s", reason)
 
-    def _fail(self, streams: Sequence[Stream], reason: str) -> None:
-        for stream in streams:
-            failed = m.Failed(stream.request_id, EngineDied.__name__, reason, None)
-            self._streams.pop(stream.request_id, None)
-            stream.put(failed)
+    def _fail(self, inboxes: Sequence[RequestInbox], reason: str) -> None:
+        for inbox in inboxes:
+            failed = Failed(inbox.request_id, EngineDied(reason))
+            self._inboxes.pop(inbox.request_id, None)
+            inbox.put(failed)
             self._observe(failed)
 
-    def _observe(self, event: m.Event) -> None:
+    def _observe(self, event: WorkerEvent) -> None:
         for observe in self._observers:
             observe(event)
 
-    def _send(self, process: EngineProcess, command: m.Command) -> None:
+    def _send(self, process: EngineProcess, command: WorkerCommand) -> None:
         if process in self._processes:
             process.send(command)
 

@@ -8,40 +8,29 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
-import msgspec
-
-from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, PacelineError
 from paceline.server.logs import log_level, logs_json
 from paceline.server.process import messages as m
 from paceline.server.process.channel import Inbox, framed
+from paceline.server.process.messages import EngineSettings, LoadFailed, Ready, WorkerCommand, WorkerEvent
 
 STOP_S = 10.0  # for the engine to store its state
 WORKER = [sys.executable, "-m", "paceline.server.process.worker"]  # the number of its socket follows
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    model: str
-    load: dict[str, Any] = field(default_factory=dict)  # keywords of build.load
-    engine: EngineConfig = EngineConfig()  # noqa: RUF009  (frozen)
-    speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (frozen)
-
-
 class EngineProcess:
-    def __init__(self, settings: EngineSettings, take: Callable[[EngineProcess, list[m.Event]], None]) -> None:
+    def __init__(self, settings: EngineSettings, take: Callable[[EngineProcess, list[WorkerEvent]], None]) -> None:
         """`take` is called with the events of each message after the first."""
         self.settings, self._on_events = settings, take
-        self._unsent: list[msgspec.Raw] = []
+        self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
-    async def start(self) -> m.Ready:
+    async def start(self) -> Ready:
         """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
         loop = asyncio.get_running_loop()
-        self._first: asyncio.Future[list[m.Event]] = loop.create_future()
+        self._first: asyncio.Future[list[WorkerEvent]] = loop.create_future()
         own, its = socket.socketpair()
         with its:
             number = its.fileno()
@@ -51,16 +40,15 @@ class EngineProcess:
         self.gone = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         try:
             self._transport, _ = await loop.create_unix_connection(lambda: Inbox(self._take), sock=own)
-            each = self.settings
-            settings = m.Settings(each.model, each.load, each.engine, each.speculation, log_level(), logs_json())
-            self._transport.write(framed(msgspec.json.encode(settings)))
+            settings = replace(self.settings, log_level=log_level(), log_json=logs_json())
+            self._transport.write(framed(m.encode_settings(settings)))
             await asyncio.wait((self.gone, self._first), return_when=asyncio.FIRST_COMPLETED)
             if not self._first.done():
                 raise EngineDied(f"the engine's process ended while loading the model, with {self.exit}")
             (first,) = self._first.result()
-            if isinstance(first, m.LoadFailed):
+            if isinstance(first, LoadFailed):
                 raise PacelineError(first.error)
-            assert isinstance(first, m.Ready)
+            assert isinstance(first, Ready)
             return first
         except BaseException:
             await self.stop()
@@ -73,16 +61,16 @@ class EngineProcess:
         else:
             self._first.set_result(events)
 
-    def send(self, command: m.Command) -> None:
+    def send(self, command: WorkerCommand) -> None:
         """Commands of one turn of the event loop are one message. Raises where the command cannot be encoded."""
-        self._unsent.append(msgspec.Raw(m.encode(command)))
+        self._unsent.append(m.encode_command(command))
         if len(self._unsent) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(framed(m.encode(unsent)))  # in order, once the socket takes it
+            self._transport.write(framed(m.join_commands(unsent)))  # in order, once the socket takes it
 
     async def stop(self) -> None:
         """It ends when its commands do; harmless where it has ended."""

@@ -1,119 +1,57 @@
-"""Messages between the HTTP process and the engine's process: msgspec structs, encoded as msgpack.
+"""Encoding of commands and events for the socket between the HTTP process and the engine's process, in msgpack.
 
-Commands go one way, events the other; a message is a list of either. Both processes run the same version of this file:
-the engine's process is started by the HTTP process.
+A message is a list of either, each `[code, *fields]`. Both processes run one version of this file, since the HTTP
+process starts the engine's.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 
+from paceline import errors
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.engine.events import Accepted, Answer, Cancel, Delta, Ended, Event, Failed, Request, Submit
+from paceline.errors import InvalidParameter, PacelineError, RequestFailed
 from paceline.outputs import SpeculationStats
+from paceline.sampling_params import SamplingParams
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """Everything a worker is started with; a restarted one gets the same."""
+@dataclass(frozen=True)
+class EngineSettings:
+    """Everything a worker is started with; a restarted one gets equal settings. The first message, in JSON."""
 
     model: str
-    load: dict[str, Any]  # keywords of build.load
-    engine: EngineConfig
-    speculation: SpeculationConfig
+    load: dict[str, Any] = field(default_factory=dict)  # keywords of build.load
+    engine: EngineConfig = EngineConfig()  # noqa: RUF009  (frozen)
+    speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (frozen)
     log_level: int = logging.WARNING
     log_json: bool = False
 
 
-# -- to the engine
-
-
-class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    request_id: str
-    prompt: list[int]
-    params: dict[str, Any]  # fields of resolved SamplingParams
-    streamed: bool
-
-
-class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    request_ids: list[str]
-
-
-class Relearn(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The policy is to forget how often drafts of this method were accepted."""
+class Relearn(NamedTuple):
+    """A command: the policy forgets how often drafts of the method were accepted."""
 
     method: str
 
 
-Command = Submit | Cancel | Relearn
-
-
-# -- from the engine
-
-
-class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The first message: the model is loaded and warmed up."""
+class Ready(NamedTuple):
+    """The first event: the model is loaded and warmed up."""
 
     info: dict[str, Any]
 
 
-class LoadFailed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Instead of `Ready`: the model cannot be loaded; the process ends."""
+class LoadFailed(NamedTuple):
+    """An event in place of `Ready`: the model cannot be loaded; the process ends."""
 
     error: str
 
 
-class Accepted(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    request_id: str
-
-
-class LoggedToken(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    token: int
-    logprob: float
-    rank: int
-
-
-class Delta(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What a step committed for one answer of a streamed request."""
-
-    request_id: str
-    index: int
-    tokens: list[int]
-    kinds: list[int]
-    text: str  # of requests with stop strings; else empty, and the receiver decodes the tokens
-    finish_reason: str | None
-    logprobs: list[list[LoggedToken]] | None  # per token: the chosen one first, then the most likely
-    draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
-
-
-class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    index: int
-    tokens: list[int]
-    text: str  # of requests with stop strings; else empty, and the receiver decodes the tokens
-    finish_reason: str
-    stop_reason: int | str | None
-    logprobs: list[list[LoggedToken]] | None
-    stats: SpeculationStats
-
-
-class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    request_id: str
-    answers: list[Answer]
-    first_token_time: float  # time.perf_counter, which all processes of a machine share
-    finished_time: float
-    num_cached: int  # prompt tokens found in the prefix cache
-    prompt_logprobs: list[list[LoggedToken]] | None = None  # of all but the first: the prompt's own, then the likeliest
-
-
-class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    request_id: str
-    kind: str  # class of the PacelineError
-    error: str
-    field: str | None  # the parameter that was refused
-
-
-class Gauges(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Gauges(NamedTuple):
     """State of the engine, sent at most a few times a second."""
 
     running: int
@@ -126,8 +64,83 @@ class Gauges(msgspec.Struct, tag=True, array_like=True, frozen=True):
     failed_drafters: dict[str, str]  # a drafter that failed and is off, and why
 
 
-Event = Accepted | Delta | Ended | Failed | Gauges | Ready | LoadFailed
+WorkerCommand = Submit | Cancel | Relearn
+WorkerEvent = Event | Gauges | Ready | LoadFailed
+_CODES = {kind: code for code, kind in enumerate((Accepted, Delta, Ended, Failed, Gauges, Ready, LoadFailed))}
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Any]).decode
 
-encode = msgspec.msgpack.Encoder().encode
-decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
-decode_events = msgspec.msgpack.Decoder(list[Event]).decode
+
+def encode_settings(settings: EngineSettings) -> bytes:
+    return msgspec.json.encode(settings)
+
+
+def decode_settings(message: bytes) -> EngineSettings:
+    return msgspec.json.decode(message, type=EngineSettings)
+
+
+def encode_command(command: WorkerCommand) -> bytes:
+    """Encode one command, which `join_commands` makes part of a message."""
+    match command:
+        case Submit([request]):
+            return _encode((0, request.request_id, request.prompt, request.params, request.streamed))
+        case Cancel(request_ids):
+            return _encode((1, request_ids))
+        case Relearn(method):
+            return _encode((2, method))
+    raise ValueError(f"{type(command).__name__} is not sent, or of several requests")
+
+
+def join_commands(encoded: Sequence[bytes]) -> bytes:
+    return _encode([msgspec.Raw(command) for command in encoded])
+
+
+def decode_commands(message: bytes) -> list[WorkerCommand]:
+    return [_COMMANDS[code](*fields) for code, *fields in _decode(message)]
+
+
+def _submit(request_id: str, prompt: list[int], params: dict[str, Any], streamed: bool) -> Submit:
+    return Submit([Request(request_id, prompt, SamplingParams(**params), streamed=streamed)])
+
+
+_COMMANDS: tuple[Callable[..., WorkerCommand], ...] = (_submit, Cancel, Relearn)
+
+
+def encode_events(events: Iterable[WorkerEvent]) -> bytes:
+    return _encode([(_CODES[type(event)], *_fields(event)) for event in events])
+
+
+def _fields(event: WorkerEvent) -> tuple[Any, ...]:
+    match event:
+        case Delta():  # the most common
+            return event
+        case Accepted(request_id):
+            return (request_id,)
+        case Failed(request_id, error):
+            field = error.field if isinstance(error, InvalidParameter) else None
+            return request_id, type(error).__name__, str(error), field
+    return event
+
+
+def decode_events(message: bytes) -> list[WorkerEvent]:
+    return [_EVENTS[code](*fields) for code, *fields in _decode(message)]
+
+
+def _ended(request_id: str, answers: list[list[Any]], *fields: Any) -> Ended:
+    return Ended(request_id, [_answer(*each) for each in answers], *fields)
+
+
+def _answer(*fields: Any) -> Answer:
+    *others, stats = fields
+    return Answer._make([*others, SpeculationStats(**stats)])
+
+
+def _failed(request_id: str, kind: str, message: str, field: str | None) -> Failed:
+    if field is not None:
+        return Failed(request_id, InvalidParameter(field, message.removeprefix(f"{field}: ")))
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, PacelineError):
+        return Failed(request_id, known(message))
+    return Failed(request_id, RequestFailed(message))
+
+
+_EVENTS: tuple[Callable[..., WorkerEvent], ...] = (Accepted, Delta, _ended, _failed, Gauges, Ready, LoadFailed)

@@ -22,19 +22,25 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-import msgspec
-
 from paceline.build import EngineBundle, LoadedTarget, build, load
-from paceline.core.sequence import Sequence
-from paceline.engine import loop
 from paceline.engine.engine import Engine
-from paceline.engine.loop import EngineLoop, Request
+from paceline.engine.events import Call, Cancel, Close, Command, Event, Request, Submit
+from paceline.engine.loop import EngineLoop
 from paceline.errors import EngineClosed, InvalidParameter, PacelineError, QueueFull
 from paceline.platform.garbage import trim_heap
-from paceline.sampling_params import SamplingParams
 from paceline.server.logs import OWN, set_up_logs
-from paceline.server.process import messages as m
 from paceline.server.process.channel import Channel
+from paceline.server.process.messages import (
+    Gauges,
+    LoadFailed,
+    Ready,
+    Relearn,
+    WorkerCommand,
+    WorkerEvent,
+    decode_commands,
+    decode_settings,
+    encode_events,
+)
 from paceline.text.grammar import FIELD
 
 log = logging.getLogger("paceline")
@@ -44,143 +50,89 @@ COMPILE_S, MOST_ENDLESS = 30.0, 2  # for a grammar; and how many that take longe
 SWITCH_S = 0.0005  # a command waits so long at most for a step's Python code to let its thread run; 5 ms if unset
 
 
-class Outbox:
-    """Events of the loop, converted and kept until `flush`."""
+class EventSender:
+    """Keeps the loop's events until `flush` sends them as one message."""
 
-    def __init__(self, channel: Channel, built: EngineBundle) -> None:
-        self._channel, self._built = channel, built
-        self._pending: list[m.Event] = []
+    def __init__(self, channel: Channel, bundle: EngineBundle) -> None:
+        self._channel, self._bundle = channel, bundle
+        self._pending: list[WorkerEvent] = []
         self._gauges_at, self._trimmed_at = 0.0, time.perf_counter()
 
-    def put(self, event: loop.Event, /) -> None:
-        match event:
-            case loop.Accepted(request_id):
-                self._pending.append(m.Accepted(request_id))
-            case loop.Ended():
-                self._pending.append(_ended(event))
-            case loop.Failed(request_id, error):
-                field = error.field if isinstance(error, InvalidParameter) else None
-                self._pending.append(m.Failed(request_id, type(error).__name__, str(error), field))
-            case loop.Delta():
-                self._pending.append(
-                    m.Delta(
-                        event.request_id,
-                        event.answer,
-                        event.tokens,
-                        event.kinds,
-                        event.text,
-                        event.finish_reason,
-                        _logged(event.logprobs, event.tokens),
-                        event.draft,
-                    )
-                )
-                if event.ended is not None:
-                    self._pending.append(_ended(event.ended))
+    def put(self, event: Event, /) -> None:
+        self._pending.append(event)
 
     def flush(self) -> None:
-        now, idle = time.perf_counter(), not self._built.engine.has_work
+        now, idle = time.perf_counter(), not self._bundle.engine.has_work
         if idle or now - self._gauges_at >= GAUGES_EVERY_S:
             self._gauges_at = now
-            self._pending.append(_gauges(self._built))
+            self._pending.append(_gauges(self._bundle))
         if now - self._trimmed_at >= TRIM_EVERY_S:
             self._trimmed_at = now
             trim_heap()
         if self._pending:
-            self._channel.send(m.encode(self._pending), wait=idle)
+            self._channel.send(encode_events(self._pending), wait=idle)
             self._pending.clear()
 
 
-def _ended(event: loop.Ended) -> m.Ended:
-    first = event.answers[0]
-    return m.Ended(
-        event.request_id,
-        [_answer(answer) for answer in event.answers],
-        event.first_token_time,
-        event.finished_time,
-        max(answer.num_cached_prompt for answer in event.answers),
-        _logged(first.prompt_logprobs, first.tokens[1 : first.num_prompt]),
-    )
-
-
-def _answer(answer: Sequence) -> m.Answer:
-    tokens = answer.output_tokens
-    return m.Answer(
-        answer.index,
-        tokens,
-        answer.text,
-        answer.finish_reason or "",
-        answer.stop_reason,
-        _logged(answer.logprobs, tokens),
-        answer.stats,
-    )
-
-
-def _logged(logprobs: list[dict[int, tuple[float, int]]] | None, tokens: list[int]) -> list[list[m.LoggedToken]] | None:
-    if logprobs is None:
-        return None
-    return [
-        [m.LoggedToken(token, *entry[token])]
-        + [m.LoggedToken(other, *entry[other]) for other in entry if other != token]
-        for token, entry in zip(tokens, logprobs, strict=True)
-    ]
-
-
-def _gauges(built: EngineBundle) -> m.Gauges:
-    engine = built.engine
+def _gauges(bundle: EngineBundle) -> Gauges:
+    engine = bundle.engine
     scheduler, stats = engine.scheduler, engine.stats
-    return m.Gauges(
+    return Gauges(
         len(scheduler.running),
         len(scheduler.waiting),
         1 - engine.blocks.num_free / engine.blocks.num_blocks,
         stats.num_steps,
         stats.num_pass_tokens,
         stats.step_s,
-        built.policy.expected_gain,
+        bundle.policy.expected_gain,
         dict.fromkeys(engine.drafters.retired, "failed"),
     )
 
 
 class Worker:
-    def __init__(self, channel: Channel, built: EngineBundle) -> None:
-        self._channel, self._built = channel, built
-        self._commands: SimpleQueue[loop.Command] = SimpleQueue()
+    def __init__(self, channel: Channel, bundle: EngineBundle) -> None:
+        self._channel, self._bundle = channel, bundle
+        self._commands: SimpleQueue[Command] = SimpleQueue()
         self._structured: SimpleQueue[Request] = SimpleQueue()  # their grammars are compiled first
         self._uncompiled: set[str] = set()  # of these, the ones that were not cancelled
         self._compiling: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # of the compiler's thread
         self._endless: list[Future[Any]] = []  # compilations that were given up
         self._order = threading.Lock()  # a Cancel is put after its Submit, or there is no Submit
 
-    def run(self, outbox: Outbox) -> None:
+    def run(self, sender: EventSender) -> None:
         threading.Thread(target=self._receive, name="paceline-commands", daemon=True).start()
         threading.Thread(target=self._compile, name="paceline-grammars", daemon=True).start()
-        engine_loop = EngineLoop(self._built.engine, self._commands, outbox)
+        engine_loop = EngineLoop(self._bundle.engine, self._commands, sender)
         engine_loop.run()
         engine_loop.abandon(EngineClosed("the server is shutting down"))
-        outbox.flush()
-        self._built.close()
+        sender.flush()
+        self._bundle.close()
 
     def _receive(self) -> None:
         """Until the HTTP process closes its end to stop this one, or is gone."""
         while (message := self._channel.receive()) is not None:
-            for command in m.decode_commands(message):
+            for command in decode_commands(message):
                 self._take(command)
-        self._commands.put(loop.Close())
+        self._commands.put(Close())
 
-    def _take(self, command: m.Command) -> None:
+    def _take(self, command: WorkerCommand) -> None:
         match command:
-            case m.Submit(request_id, prompt, params, streamed):
-                request = Request(request_id, prompt, SamplingParams(**params), streamed=streamed)
-                if request.params.structured_outputs is None:
-                    self._commands.put(loop.Submit([request]))
-                else:
-                    self._uncompiled.add(request_id)
-                    self._structured.put(request)
-            case m.Cancel(request_ids):
+            case Submit(requests):
+                for request in requests:
+                    self._submit(request)
+            case Cancel(request_ids):
                 with self._order:
                     self._uncompiled.difference_update(request_ids)
-                    self._commands.put(loop.Cancel(request_ids))
-            case m.Relearn(method):
-                self._commands.put(loop.Call(functools.partial(self._relearn, method), Future()))
+                    self._commands.put(command)
+            case Relearn(method):
+                self._commands.put(Call(functools.partial(self._relearn, method), Future()))
+
+    def _submit(self, request: Request) -> None:
+        if request.params.structured_outputs is None:
+            self._commands.put(Submit([request]))
+        else:
+            self._uncompiled.add(request.request_id)
+            self._structured.put(request)
 
     def _compile(self) -> None:
         """In a thread of its own, since a large schema takes seconds: neither steps nor requests without a grammar wait
@@ -192,7 +144,7 @@ class Worker:
             with self._order:
                 if request.request_id in self._uncompiled:
                     self._uncompiled.discard(request.request_id)
-                    self._commands.put(loop.Submit([request]))
+                    self._commands.put(Submit([request]))
 
     def _compiled(self, wanted: Mapping[str, Any]) -> Any:
         """The grammar, or why there is none. A compilation cannot be stopped: one that takes too long is left to its
@@ -222,12 +174,12 @@ class Worker:
         while wishes is self._compiling:
             wanted, found = wishes.get()
             try:
-                found.set_result(self._built.engine.grammars.compile(wanted))
+                found.set_result(self._bundle.engine.grammars.compile(wanted))
             except Exception as problem:
                 found.set_exception(problem)
 
     def _relearn(self, method: str, _: Engine) -> None:
-        self._built.policy.relearn(method)
+        self._bundle.policy.relearn(method)
 
 
 def main() -> None:
@@ -238,20 +190,20 @@ def main() -> None:
     message = channel.receive()
     if message is None:
         sys.exit(1)
-    settings = msgspec.json.decode(message, type=m.Settings)
+    settings = decode_settings(message)
     text = "%(asctime)s %(levelname)s engine: %(message)s"
     set_up_logs(as_json=settings.log_json, text=text, levels={OWN: settings.log_level})
     try:
         target = load(settings.model, **settings.load)
-        built = build(target, settings.engine, settings.speculation)
+        bundle = build(target, settings.engine, settings.speculation)
     except PacelineError as error:
-        channel.send(m.encode([m.LoadFailed(str(error))]), wait=True)
+        channel.send(encode_events([LoadFailed(str(error))]), wait=True)
         sys.exit(1)
-    channel.send(m.encode([m.Ready(_info(target, built))]), wait=True)
-    Worker(channel, built).run(Outbox(channel, built))
+    channel.send(encode_events([Ready(_info(target, bundle))]), wait=True)
+    Worker(channel, bundle).run(EventSender(channel, bundle))
 
 
-def _info(target: LoadedTarget, built: EngineBundle) -> dict[str, Any]:
+def _info(target: LoadedTarget, bundle: EngineBundle) -> dict[str, Any]:
     loaded = target.loaded
     return {
         "pid": os.getpid(),
@@ -262,10 +214,10 @@ def _info(target: LoadedTarget, built: EngineBundle) -> dict[str, Any]:
         "device": loaded.decoder.device.type,
         "kernels": loaded.decoder.kernels.name,
         "vocab_size": loaded.config.vocab_size,
-        "max_model_len": built.engine.max_model_len,
-        "max_num_seqs": built.engine.config.max_num_seqs,
+        "max_model_len": bundle.engine.max_model_len,
+        "max_num_seqs": bundle.engine.config.max_num_seqs,
         "generation_defaults": json.loads(json.dumps(dict(loaded.generation_defaults))),
-        "methods": [drafter.name for drafter in built.engine.drafters.drafters],
+        "methods": [drafter.name for drafter in bundle.engine.drafters.drafters],
     }
 
 
