@@ -8,7 +8,6 @@ passes     a pass over 1, 8, 32, 64 nodes at 1k and 16k of context (figures 1 an
 crowd      passes of batches: several sequences with a few rows each, and the small model's of one row each
 bare       the same shape through transformers with a static cache, compiled
 prefill    8k tokens in chunks against a plain bf16 product of the same shapes
-numerics   passes of 1 to 2048 rows, exact and fast
 startup    from weights in memory to the first answer
 host       the engine's time a step that is not the device's (figure 3)
 draft      smollm2 as drafter of the yardstick, and lookup on copy-heavy prompts (figure 5)

@@ -164,7 +164,7 @@ class Runs:
 def _unprepared() -> Iterator[None]:
     """An engine made meanwhile touches no graphs: it will get another's cache."""
     nothing = patch.object(PassGraphs, "prepare", lambda *_, **__: None)
-    with nothing, patch.object(Decoder, "greedy_chains", lambda *_: []):
+    with nothing, patch.object(Decoder, "pass_chain", lambda *_: None):
         yield
 
 

@@ -228,22 +228,6 @@ def prefill(subject: Subject) -> dict[str, Any]:
     return found
 
 
-def numerics(subject: Subject) -> dict[str, Any]:
-    """What exactness costs: the same passes with `--numerics fast`, one kind after the other at every size."""
-    sizes = (1, 5) if subject.tiny else (1, 8, 64, 96, 128, 256, 384, 512, 640, 768, 1024, 2048)
-    context = 100 if subject.tiny else 1024
-    benches = {name: Bench(subject.made(name), context + max(sizes)) for name in ("exact", "fast")}
-    found: dict[str, Any] = {}
-    for rows in sizes:
-        tokens, ms = torch.randint(0, 500, (rows,)), {}
-        for name, bench in benches.items():
-            given = tokens, bench.chain(context, rows), [rows - 1]
-            ms[name] = device_ms(lambda bench=bench, given=given: bench.forward(*given), 15 if rows > 64 else 30)
-        found[str(rows)] = ms
-        print(f"   {rows:>4} rows: exact {ms['exact']:.2f} ms, fast {ms['fast']:.2f} ms", flush=True)
-    return found
-
-
 def plain_products(decoder: Decoder, rows: int) -> float:
     weights = _weights(decoder)[:4]  # of the first layer
     inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights]
@@ -292,6 +276,5 @@ PASS_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "passes": passes,
     "crowd": crowd,
     "prefill": prefill,
-    "numerics": numerics,
     "bare": bare,
 }

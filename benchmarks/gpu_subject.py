@@ -67,13 +67,9 @@ class Subject:
 
     @functools.cached_property
     def yardstick(self) -> Decoder:
-        return self.made("exact")
-
-    def made(self, numerics: str) -> Decoder:
-        """A yardstick of its own."""
         size = self.sizes or (TINY if self.tiny else Size())
         source = Yardstick(self.small_config, self.small_weights, size, device=self.device, dtype=self.dtype)
-        kernels = kernels_for(self.device, numerics=numerics)
+        kernels = kernels_for(self.device)
         # A longer context than smollm2's own, to measure 16k: the rotary tables are the only thing it changes.
         config = replace(source.config, max_positions=max(source.config.max_positions, 1 << 15))
         return Decoder(config, source, kernels, device=self.device, dtypes=Dtypes.of(self.dtype, self.device))

@@ -65,6 +65,9 @@ class HashModel:
     def prepare(self, *_: object) -> bool:
         return False
 
+    def pass_chain(self, *_: object) -> None:
+        return None
+
     def forward(
         self,
         tokens: Tensor,

@@ -38,6 +38,7 @@ SPECULATIVE = {
     "ngram_prompt_lookup_min": "prompt_lookup_min",
 }
 ENGINE = {
+    "numerics": Theirs("is gone: answers are always the exact ones; leave it out", ("exact",)),
     "tensor_parallel_size": ONE_DEVICE,
     "pipeline_parallel_size": ONE_DEVICE,
     "data_parallel_size": ONE_DEVICE,

@@ -33,9 +33,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_report_has_exactly_these_parts(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, text = examined(capsys)
     assert set(report) == {"paceline", "machine", "torch", "use", "cache", "findings"}
-    kernels = {"kernels", "kernels_status", "numerics", "activations", "kv_dtype"}
+    kernels = {"kernels", "kernels_status", "exact", "activations", "kv_dtype"}
     assert set(report["use"]) == kernels | {"device", "dtype", "threads"}
-    assert report["use"]["numerics"] in ("exact", "fast")
+    assert isinstance(report["use"]["exact"], bool)
     assert report["machine"]["usable_cores"] == machine.usable_cores()
     assert report["torch"]["version"] in text
     assert not empty_cache.exists(), "looking must not create the folder"
@@ -97,7 +97,7 @@ def test_missing_native_kernels_are_reported_once_and_are_exit_code_1(empty_cach
     monkeypatch.setattr(runtime, "choose_device", lambda name: runtime.torch.device("cpu"))
     monkeypatch.setattr(native_library, "best_library", lambda: (None, "no native kernels: they were not built"))
     report, text = examined(capsys, code=1)
-    assert report["use"]["numerics"] == "fast"
+    assert report["use"]["exact"] is False
     assert [finding["slow"] for finding in report["findings"] if "built" in finding["problem"]] == [True]
     assert "they were not built → install paceline's wheel" in text
     assert text.count("they were not built") == 1

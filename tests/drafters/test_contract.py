@@ -207,7 +207,7 @@ def test_unseeded_output_is_distributed_as_the_target(method, wish):
         drafter._model.most_rows = 100
     assert likelihood(drafter, SAMPLED[wish], ahead=method == AHEAD) > FALSE_ALARM
     if method == AHEAD:
-        assert drafter._model.picked > 5
+        assert drafter._model.sampled > 5
         assert len(drafter._model.ahead) > 5
 
 

@@ -25,8 +25,8 @@ from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.backends.cpu.kernels import NativeKernels
-from paceline.models.chain import READ
 from paceline.models.kv_cache import KVSpec
+from paceline.models.pass_chain import READ
 from paceline.models.plan import ModelOutput, PassPlan
 from paceline.models.weights import Dtypes, WeightKind
 from paceline.native.library import library_status, load_library
@@ -84,6 +84,9 @@ class FunctionModel:
     def prepare(self, *_):
         return False
 
+    def pass_chain(self, *_):
+        return None
+
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         self.rows_per_pass.append(len(tokens))
         if len(self.rows_per_pass) in self.fail_at:
@@ -112,26 +115,19 @@ class ChainModel(FunctionModel):
     def __init__(self, logits_of, *, most_rows=2, **options):
         super().__init__(logits_of, **options)
         self.most_rows = most_rows
-        self.asked, self.ahead, self.picked = [], [], 0
+        self.asked, self.ahead, self.sampled = [], [], 0
         self.broken = False
 
-    def greedy_chains(self, caches, block_size):
+    def pass_chain(self, caches, block_size):
         self.caches, self.block_size = caches, block_size
-        return [self]
+        return self
 
-    def check(self):
+    def draft(self, rows, unread=None, sample=None):
         if self.broken:
             raise RuntimeError("waited in vain")
-
-    def draft(self, rows, after=None):
         assert len(rows) <= self.most_rows
-        return self._draft(rows, after, lambda logits, depth: logits.argmax(-1))
-
-    def draft_by(self, pick, rows, after=None):
-        self.picked += 1
-        return self._draft(rows, after, pick)
-
-    def _draft(self, rows, unread, pick):
+        self.sampled += sample is not None
+        sample = sample or (lambda logits, depth: logits.argmax(-1))
         if unread is None:
             self.asked.append([(row.unread_tokens, row.count) for row in rows])
             begun = [(list(row.tokens[-row.unread_tokens :]), row.start + READ - row.unread_tokens) for row in rows]
@@ -140,7 +136,7 @@ class ChainModel(FunctionModel):
             begun = [self._behind(row, unread, which) for row, which in zip(rows, unread.rows, strict=True)]
         drafts = []
         for depth in range(max(row.count for row in rows)):
-            drafts.append(pick(self._logits(begun, rows, depth), depth))
+            drafts.append(sample(self._logits(begun, rows, depth), depth))
             ends = [start + len(tokens) for tokens, start in begun]
             begun = [([token], end) for token, end in zip(drafts[-1].tolist(), ends, strict=True)]
         return torch.stack(drafts, 1)
@@ -462,6 +458,9 @@ class Stumbling:
 
     def prepare(self, *_):
         return False
+
+    def pass_chain(self, *_):
+        return None
 
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         logits = self.model.forward(tokens, plan, caches, logit_rows).logits

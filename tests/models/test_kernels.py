@@ -488,12 +488,6 @@ def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
         kernels_for(torch.device("cpu"))
 
 
-def test_on_a_cpu_the_exact_kernels_are_the_fast_ones() -> None:
-    assert kernels_for(torch.device("cpu"), numerics="fast").exact
-    with pytest.raises(InvalidParameter, match="exact, fast"):
-        kernels_for(torch.device("cpu"), numerics="quick")
-
-
 def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     status = (None, "no native kernels: kernels_avx2.so was not built")
     monkeypatch.setattr(native_library, "best_library", lambda: status)

@@ -16,6 +16,8 @@ from paceline.cli.output import human_bytes, one_line, print_json
 from paceline.errors import CacheFolderError, InvalidParameter
 from paceline.platform import cpu as machine
 
+EXACT = "yes: a drafted answer equals the plain one, token for token"
+NOT_EXACT = "no: a drafted answer may differ from the plain one where two tokens are nearly as likely"
 LITTLE_MEMORY = 1 << 30  # torch, the default model in fp32 and a small cache
 
 
@@ -144,7 +146,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         "kernels_status": status,
         "activations": list(ACTIVATIONS) if kernels.name.startswith("native") else [kernels.activations],
         "kv_dtype": kv_dtypes,
-        "numerics": "exact" if kernels.exact else "fast",
+        "exact": kernels.exact,
     }
 
 
@@ -172,7 +174,7 @@ def render(report: dict[str, Any]) -> list[str]:
             "will use",
             f"  device      {use['device']}, weights {use['dtype']}, {use['threads']} threads",
             f"  kernels     {use['kernels_status']}",
-            f"  numerics    {use['numerics']}",
+            f"  exact       {EXACT if use['exact'] else NOT_EXACT}",
             f"  activations {use['activations'][0]}"
             + "".join(f" ({other} with --activations {other})" for other in use["activations"][1:]),
             f"  kv cache    {use['kv_dtype'][0]}" + "".join(f" ({o} with --kv-dtype {o})" for o in use["kv_dtype"][1:]),

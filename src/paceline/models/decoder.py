@@ -16,9 +16,8 @@ from torch import Tensor
 from paceline.config import ModelConfig
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.cpu.stack import NativePass, NativeStack
-from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
-from paceline.models.kernels import Kernels, Layer, Packed, Stack, StackParams, Weights
+from paceline.models.kernels import Kernels, Layer, Packed, Stack, StackParams
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput, PassPlan
@@ -54,6 +53,9 @@ class Model(Protocol):
         self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[PassShape]
     ) -> bool:
         """Compile and capture passes of these shapes beforehand; False where nothing needs it. Writes no cache slot."""
+
+    def pass_chain(self, caches: Sequence[LayerCache], block_size: int) -> PassChain | None:
+        """Return chains of passes without the host between them; None where passes are not captured."""
 
 
 class Decoder:
@@ -157,18 +159,14 @@ class Decoder:
         return self.graphs.logits
 
     @torch.inference_mode()
-    def greedy_chains(self, caches: Sequence[LayerCache], block_size: int) -> list[GreedyChain]:
-        weights = Weights(self.embedding, self.layers, self.final_norm, self.head)
-        shape = self.shape(caches[0].k.shape[0])
-        at_once = self.kernels.greedy_chain(weights, shape, caches, block_size, self.config)
-        chains: list[GreedyChain] = [] if at_once is None else [at_once]
+    def pass_chain(self, caches: Sequence[LayerCache], block_size: int) -> PassChain | None:
         if self.graphs is None:
-            return chains
-        chains.append(PassChain(self.graphs, self.config, caches, block_size))
+            return None
+        chain = PassChain(self.graphs, self.config, caches, block_size)
         if self.device.type == "cpu":
-            return chains
+            return chain
         with self.graphs.starting():
-            return [chain for chain in chains if warmup(chain, self.device)]
+            return chain if chain.warmup() else None
 
     def embed(self, inputs: Tensor) -> Tensor:
         """A new (M, H) for `run` to overwrite: embeddings of (M,) tokens, or a copy of (M, H) hidden states."""

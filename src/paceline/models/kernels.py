@@ -14,16 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
-from paceline.models.chain import GreedyChain
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight
 from paceline.platform.triton import require_triton, triton_problem
 
 KERNELS = ("auto", "native", "triton", "torch")
-NUMERICS = ("exact", "fast")
 GET_NATIVE = "install paceline's wheel, or its checkout where there is a C++ compiler"
 FLOAT32, INT8 = ACTIVATIONS = ("float32", "int8")
 Packed = Any  # a `Linear` in the layout of its kernels, opaque to all other code
@@ -56,16 +53,6 @@ class RopeArgs(NamedTuple):
     q_norm: Tensor | None  # (D,) RMSNorm over each head before (Qwen3)
     k_norm: Tensor | None
     eps: float
-
-
-@dataclass(frozen=True)
-class Weights:
-    """All of a model's weights."""
-
-    embedding: Any  # indexed by token ids
-    layers: Sequence[Layer]
-    final_norm: Tensor
-    head: Packed
 
 
 @dataclass(frozen=True)
@@ -136,11 +123,6 @@ class Kernels(Protocol):
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         """Bind a model's layers to their caches. `LayerByLayer` is the default implementation."""
 
-    def greedy_chain(
-        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
-    ) -> GreedyChain | None:
-        """A chain that drafts several tokens in one launch; None where these kernels have none for such a model."""
-
 
 class LayerByLayer:
     """A stack that calls the kernels one by one."""
@@ -167,17 +149,14 @@ class LayerByLayer:
         return added
 
 
-def kernels_for(
-    device: torch.device, threads: int | None = None, numerics: str = "exact", activations: str = FLOAT32
-) -> Kernels:
-    """The best kernels this machine can run, or those named by PACELINE_KERNELS.
+def kernels_for(device: torch.device, threads: int | None = None, activations: str = FLOAT32) -> Kernels:
+    """Return the best kernels this machine can run, or those named by PACELINE_KERNELS.
 
-    `numerics` fast lets a row's bits depend on its pass, where that is faster; on a CPU it changes nothing.
     `activations` int8 is another model: native kernels only.
     """
     if activations not in ACTIVATIONS:
         raise InvalidParameter("activations", f"{activations!r} is not one of {', '.join(ACTIVATIONS)}")
-    kernels = _kernels_for(device, threads, numerics, activations)
+    kernels = _kernels_for(device, threads, activations)
     if kernels.activations != activations:
         raise InvalidParameter(
             "activations", f"{activations} needs the native kernels of a CPU, not {kernels.name} on {device.type}"
@@ -185,9 +164,7 @@ def kernels_for(
     return kernels
 
 
-def _kernels_for(device: torch.device, threads: int | None, numerics: str, activations: str) -> Kernels:
-    if numerics not in NUMERICS:
-        raise InvalidParameter("numerics", f"{numerics!r} is not one of {', '.join(NUMERICS)}")
+def _kernels_for(device: torch.device, threads: int | None, activations: str) -> Kernels:
     from paceline.models.backends.torch import TorchKernels
 
     choice = os.environ.get("PACELINE_KERNELS", "") or "auto"
@@ -200,7 +177,7 @@ def _kernels_for(device: torch.device, threads: int | None, numerics: str, activ
         return TorchKernels()
     if device.type == "cpu":
         return _for_cpu(choice, threads, activations) or TorchKernels()
-    return _for_gpu(choice, device, numerics) or TorchKernels()
+    return _for_gpu(choice, device) or TorchKernels()
 
 
 class SlowKernels(NamedTuple):
@@ -212,7 +189,7 @@ class SlowKernels(NamedTuple):
     def __str__(self) -> str:
         return (
             f"slow kernels serve: {self.reason}; {self.advice}. Meanwhile a drafted answer may differ from the plain "
-            "one where two tokens are nearly as likely (numerics fast)"
+            "one where two tokens are nearly as likely"
         )
 
 
@@ -240,17 +217,17 @@ def _for_cpu(choice: str, threads: int | None, activations: str) -> Kernels | No
     return None
 
 
-def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None:
+def _for_gpu(choice: str, device: torch.device) -> Kernels | None:
     if device.type != "cuda":
         return None
     try:
         require_triton()
-        from paceline.models.backends.cuda.kernels import FastKernels, TritonKernels
+        from paceline.models.backends.cuda.kernels import TritonKernels
     except ImportError as problem:
         if choice == "triton":
             raise DeviceError(f"PACELINE_KERNELS=triton: {problem}; pip install triton") from None
         return None
-    return FastKernels(device) if numerics == "fast" else TritonKernels(device)
+    return TritonKernels(device)
 
 
 def draw_of(device: torch.device) -> Callable[[Tensor], Callable[..., int | None] | None] | None:

@@ -1,13 +1,15 @@
-"""Chains by ordinary passes, one after the other, without the host between them.
+"""Chains: several tokens of each row by ordinary passes, without the host between them.
 
-The first pass reads the last tokens of every row, the others one token each; between them a kernel picks each row's
-most probable token, or takes the token that `pick` drew, and advances the row. Passes are replayed from the decoder's
-own graphs, so drafting k tokens for any number of rows takes k launches of each, and the host never waits.
+The first pass reads the last tokens of every row, the others one token each. Between two passes a kernel takes each
+row's most probable token, or the one that was sampled, and advances the row. Passes are replayed from the decoder's own
+graphs, so k tokens of any number of rows take k launches of each, and the host never waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,15 +17,30 @@ from torch import Tensor
 from paceline.config import ModelConfig
 from paceline.core.draft import sent
 from paceline.core.verdict import UnreadVerdict
-from paceline.models.chain import READ, ChainRow, Pick
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan, padded_tables, slots_of
 
 MOST_ROWS = 512
+READ = 2  # tokens of a row that may have to be read before it is continued: the last drafted token has no K/V
+SampleTokens = Callable[[Tensor, int], Tensor]  # logits (R, V) and a depth to (R,) int64 tokens, on the device
+log = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True)
+class ChainRow:
+    """A sequence whose last tokens are read and then continued by `count` more; their K/V are written."""
+
+    tokens: Sequence[int]  # the last READ tokens that the host knows
+    start: int  # position of the first of them
+    unread_tokens: int  # the number of them, counted from the last, whose K/V are not in the cache
+    count: int
+    blocks: Sequence[int]  # block ids for all but the last of the new tokens
 
 
 class PassChain:
+    """A decoder's chains, bound to its caches."""
+
     most_rows = MOST_ROWS
 
     def __init__(self, graphs: PassGraphs, config: ModelConfig, caches: Sequence[LayerCache], block_size: int) -> None:
@@ -31,13 +48,14 @@ class PassChain:
         self._most_positions = config.max_positions
         self.time_is_typical = True  # every pass of the last draft had a shape that occurred before
 
-    def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
-        return self._draft(rows, after, None)
+    def draft(
+        self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None, sample: SampleTokens | None = None
+    ) -> Tensor:
+        """Draft (R, K) int64 tokens on the device, K the largest count; without `sample` the most probable ones.
 
-    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
-        return self._draft(rows, after, pick)
-
-    def _draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None, pick: Pick | None) -> Tensor:
+        `after`: rows continue behind this verdict. K/V that a row has no blocks for are not written; tokens behind them
+        are arbitrary.
+        """
         from paceline.models.backends.cuda.advance_rows import advance_rows, begin_rows, known_of
 
         count, most = max(row.count for row in rows), 0 if after is None else after.most
@@ -63,12 +81,23 @@ class PassChain:
             if depth:
                 self.time_is_typical &= graphs.is_warm(second)
                 logits, seen, each = graphs.run(second).logits, second, 1
-            chosen = None if pick is None else pick(logits[: len(rows)], depth)
+            chosen = None if sample is None else sample(logits[: len(rows)], depth)
             advance_rows(logits, chosen, known, drafted, depth, seen, each, second)
         return drafted
 
-    def check(self) -> None:
-        pass
+    def warmup(self) -> bool:
+        """Compile the kernels between two passes, before anything is in the caches; False: chains do not work here."""
+        row = ChainRow([0] * READ, 0, READ, 2, [0] * (READ + 2))
+        zeros = torch.zeros(1, 2, dtype=torch.int64, device=self._graphs.device)
+        verdict = UnreadVerdict(tokens=zeros, num_accepted=zeros[:, 0], path=zeros[:, :1], rows=[0])
+        try:
+            self.draft([row])
+            self.draft([row], verdict)
+            self.draft([row], sample=lambda logits, depth: zeros[:, 0])
+        except Exception as problem:  # drafting by passes with the host between them still works
+            log.warning("PassChain is not used for drafting: %r", problem)
+            return False
+        return True
 
     def _reading(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
         """READ rows for each sequence; tokens whose K/V are in the cache are computed again and not written."""

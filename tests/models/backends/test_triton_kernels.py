@@ -37,7 +37,7 @@ from paceline.models.backends.cuda.attention.division import (
     tiles_of,
     work_of,
 )
-from paceline.models.backends.cuda.kernels import FastKernels, TritonKernels
+from paceline.models.backends.cuda.kernels import TritonKernels
 from paceline.models.backends.cuda.linear import Rotary, Tile, linear
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import LayerByLayer, RopeArgs, kernels_for
@@ -410,19 +410,6 @@ def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKern
         of = decoder.graphs.place(given, plan, cache.layers, torch.arange(rows))
         staged.append(of.device_ints.clone())
     assert torch.equal(*staged)
-
-
-@pytest.mark.parametrize("rows", [70])
-def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows: int) -> None:
-    made, tokens = weights(SHALLOW), torch.randint(0, 50, (rows,))
-    plan = plan_of(list(range(rows)), torch.arange(5, dtype=torch.int32)[None])
-    results = []
-    for kernels in (FastKernels(CPU), REFERENCE):
-        assert not kernels.exact
-        decoder = Decoder(SHALLOW, made, kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-        cache = KVCache(decoder.kv_specs, num_blocks=5, block_size=16, dtype=torch.float32, device=CPU)
-        results.append(decoder.forward(tokens, plan, cache.layers, torch.arange(rows)).logits)
-    assert_close(*results, 1e-4)
 
 
 @pytest.mark.parametrize(("chosen", "taps"), [([1, 3, 5], ()), ([5], (1,))])

@@ -30,11 +30,11 @@ from paceline.drafters.base import TRAINED_LEVEL, DrafterContext, DraftRequest, 
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.errors import InvalidParameter
-from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, SamplesTokens
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import LoadedModel, load_model
+from paceline.models.pass_chain import READ, ChainRow, PassChain
 from paceline.models.plan import PassPlan, padded_tables, slots_of
 from paceline.models.warmup import drafting
 from paceline.verify import Nodes, propose
@@ -104,8 +104,8 @@ class DraftModelDrafter:
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
-        self._chains: list[GreedyChain] = []
-        self._picking: list[SamplesTokens] = []  # those of `_chains` that serve rows that sample
+        self._chain: PassChain | None = None
+        self._chain_samples = False  # the chain also serves rows that sample
         self.device, self.time_is_typical = model.device, True
 
     @classmethod
@@ -125,11 +125,9 @@ class DraftModelDrafter:
         self._caches, self._block_size = caches, block_size
         if self._model.prepare(caches, block_size, (), drafting(PREPARED, FAST_CATCH_UP)):
             self._catch_up = max(self._catch_up, FAST_CATCH_UP)
-        if isinstance(self._model, OffersGreedyChains):
-            self._chains = self._model.greedy_chains(caches, block_size)
-            self._picking = [chain for chain in self._chains if isinstance(chain, SamplesTokens)]
-            if self._picking and self._model.device.type == "cuda" and not warmup(self._graphs):
-                self._picking = []
+        self._chain = self._model.pass_chain(caches, block_size)
+        if self._chain is not None:
+            self._chain_samples = self._model.device.type != "cuda" or warmup(self._graphs)
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         # Where only later blocks are valid, the ones before are filled although other sequences may share them: a
@@ -211,7 +209,7 @@ class DraftModelDrafter:
             self._drafted(row.sequence, row.max_nodes)
 
     def _by_chain(self, rows: SequenceOf[DraftRequest]) -> Draft:
-        """Drafts behind committed tokens, by the fastest chain for so many rows."""
+        """Drafts behind committed tokens, by the chain where it takes this number of rows."""
         if any(not self._is_nearly_read(row.sequence) for row in rows):
             self._read(rows)
         counts = [self._num_nodes(row) if self._is_nearly_read(row.sequence) else 0 for row in rows]
@@ -238,32 +236,30 @@ class DraftModelDrafter:
         state.tokens_on_device = max(min(count - 1, self._slots_behind(sequence)), 0)
 
     def _run_chain(
-        self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], after: UnreadVerdict | None
+        self, chain: PassChain, sequences: list[Sequence], rows: list[ChainRow], after: UnreadVerdict | None
     ) -> Drafted:
         try:
-            chain.check()
             if all(sequence.params.greedy for sequence in sequences):
                 drafted = Drafted(chain.draft(rows, after))
             else:
-                assert isinstance(chain, SamplesTokens)
                 sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), after)
-                drafted = sampler.drafted(chain.draft_by(sampler, rows, after))
+                drafted = sampler.drafted(chain.draft(rows, after, sampler))
             self.time_is_typical = chain.time_is_typical
             return drafted
         except Exception:  # K/V that the chain wrote may be invalid
-            self._chains.remove(chain)
-            self._picking = [other for other in self._picking if other is not chain]
+            self._chain = None
             for state in self._states.values():
                 state.valid, state.shared, state.tokens_on_device = 0, (0, 0), None
             raise
 
-    def _chain_for(self, sequences: list[Sequence]) -> GreedyChain | None:
-        greedy = all(sequence.params.greedy for sequence in sequences)
-        chains: SequenceOf[GreedyChain] = self._chains if greedy else self._picking
-        return next((chain for chain in chains if len(sequences) <= chain.most_rows), None)
+    def _chain_for(self, sequences: list[Sequence]) -> PassChain | None:
+        chain = self._chain
+        if chain is None or len(sequences) > chain.most_rows:
+            return None
+        return chain if self._chain_samples or all(sequence.params.greedy for sequence in sequences) else None
 
     def _uses_chain(self, sequence: Sequence) -> bool:
-        return bool(self._chains if sequence.params.greedy else self._picking) and is_plain(sequence)
+        return self._chain is not None and (self._chain_samples or sequence.params.greedy) and is_plain(sequence)
 
     def _chain_row(self, sequence: Sequence, unread_tokens: int, count: int) -> ChainRow:
         return ChainRow(

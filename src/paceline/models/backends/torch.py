@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.models.backends.torch_reads import Part, PassReads
-from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams, Weights
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
@@ -102,11 +100,6 @@ class TorchKernels:
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return LayerByLayer(self, layers, caches, shape)
-
-    def greedy_chain(
-        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
-    ) -> GreedyChain | None:
-        return None
 
 
 def _attend(q: Tensor, part: Part, cache: LayerCache, scale: float) -> Tensor:

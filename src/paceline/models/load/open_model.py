@@ -65,7 +65,6 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
-    numerics: str = "exact",
     activations: str = FLOAT32,
     kv_dtype: str = "auto",
     declared: Declared = lambda name: False,
@@ -77,7 +76,7 @@ def load_model(
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
     threads = set_threads(threads)
-    kernels = kernels_for(place, threads, numerics, activations)
+    kernels = kernels_for(place, threads, activations)
     if reason := why_slow(kernels, place):
         _warn_once(str(reason))
     cache = choose_kv_dtype(kv_dtype, place, kernels)

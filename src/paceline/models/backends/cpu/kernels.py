@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from paceline.config import ModelConfig
 from paceline.models.backends.cpu.stack import HeadsView, NativeStack, PlanView, check_in_place, check_status, fp32
 from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, runs_of_a_kind
-from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, Stack, StackParams, Weights
+from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight, joined
@@ -180,11 +178,6 @@ class NativeKernels:
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return NativeStack(self, layers, caches, shape)
-
-    def greedy_chain(
-        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
-    ) -> GreedyChain | None:
-        return None
 
     def view(self, plan: PassPlan, rows: int) -> PlanView:
         last, view = self._last_plan

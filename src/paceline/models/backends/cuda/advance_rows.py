@@ -1,5 +1,4 @@
-"""From one pass of a chain to the next without the host: each row's most probable token, or one picked before, becomes
-its row in the next pass.
+"""Kernels between two passes of a chain: each row's most probable or sampled token becomes its row in the next pass.
 
 Position, slot and reach of a row advance with it. A row at the end of its blocks stays there and writes no K/V: its
 later tokens are arbitrary but harmless, since drafts are verified.
@@ -16,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.verdict import UnreadVerdict
-from paceline.models.chain import READ
 from paceline.models.graphs import Placed
+from paceline.models.pass_chain import READ
 
 BLOCK = 8192  # tokens of the vocabulary that one argmax covers
 
 
 def begin_rows(after: UnreadVerdict, known: Tensor, into: Placed) -> None:
-    """The READ last tokens of each row as the rows of a pass; `known` as `known_of`."""
+    """Place the READ last tokens of each row as the rows of a pass; `known` is of `known_of`."""
     plan = into.plan
     _begin[(known.shape[1],)](
         after.tokens, after.tokens.stride(0), after.num_accepted, known, known.shape[1],
@@ -43,7 +42,7 @@ def advance_rows(
     into: Placed,
 ) -> None:
     """Write column `depth` of `drafted` (R, K) from the logits of a pass with `each` rows a sequence, and place these
-    tokens as the next pass, one row a sequence. `chosen` (R,): tokens that were picked already."""
+    tokens as the next pass, one row a sequence. `chosen` (R,): tokens that were sampled."""
     plan = into.plan
     _advance[(len(drafted),)](
         logits, logits.stride(0), logits.shape[1], chosen, drafted, drafted.shape[1], depth, known, len(drafted),

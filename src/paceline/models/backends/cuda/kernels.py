@@ -1,5 +1,5 @@
 """CUDA kernels of our own: a row's bits do not depend on the rows beside it, and a pass costs about what reading the
-weights costs. The kernels themselves are in `models.triton`, one file per idea.
+weights costs. The kernels themselves are in this folder, one file for each idea.
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.models.backends.cuda import elementwise
 from paceline.models.backends.cuda.attention.attention import Work, Workspace, attention, work_of
 from paceline.models.backends.cuda.codes.codes import fits, keeps_codes, laid_out
-from paceline.models.backends.cuda.greedy_chain import TritonChain, served
-from paceline.models.backends.cuda.linear import FEW_ROWS, Rotary, linear
-from paceline.models.chain import GreedyChain
-from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams, Weights
+from paceline.models.backends.cuda.linear import Rotary, linear
+from paceline.models.kernels import FLOAT32, Layer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.quant.code_blocks import as_codes
 from paceline.models.weights import Linear, StoredWeight, alike, in_one_kind, joined
-from paceline.platform.launch import INTERPRETED, multiprocessors
 
 log = logging.getLogger("paceline")
 
@@ -92,21 +87,6 @@ class TritonKernels:
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return TritonStack(self, layers, caches, shape)
 
-    def greedy_chain(
-        self, weights: Weights, shape: StackParams, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
-    ) -> GreedyChain | None:
-        programs = multiprocessors(weights.embedding.device)
-        if not served(weights, caches, config, programs):
-            return None
-        try:
-            made = TritonChain(weights, shape, caches, block_size, config, programs)
-            if not INTERPRETED:
-                made.launch()  # compiles it
-        except Exception as problem:  # it does not fit this GPU: drafts are made by passes
-            log.warning("drafting by passes: %r", problem)
-            return None
-        return made
-
     def work(self, plan: PassPlan, q_heads: int, cache: LayerCache) -> Work:
         """Once per pass: a plan serves every layer."""
         if isinstance(plan.work, Work):
@@ -148,38 +128,3 @@ class TritonStack:
             return linear(hidden, layer.qkv, rotary=rotary).view(len(hidden), shape.q_heads, -1)
         qkv = linear(hidden, layer.qkv)
         return elementwise.rope_and_store(qkv, plan, shape.rope(layer), cache)
-
-
-class FastKernels(TritonKernels):
-    """`--numerics fast`: passes of many rows use the vendor's products, which choose their own order of sums.
-
-    Up to 64 rows our products, which read weights as fast as memory allows, are still used. Beyond, a row's bits depend
-    on the size of its pass: lossless in distribution, but a near-tie may resolve differently in a prefill than in a
-    step.
-    """
-
-    name = "triton, fast"
-    exact = False
-
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
-            return super().linear(x, weight)
-        return F.linear(x, weight.weight.data, weight.bias)
-
-    def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
-        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
-            return super().logits(x, weight, out)
-        logits = self.linear(x, weight).float()
-        return logits if out is None else out.copy_(logits)
-
-    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
-        return _FastStack(super().stack(layers, caches, shape), LayerByLayer(self, layers, caches, shape))
-
-
-class _FastStack:
-    def __init__(self, few: Stack, many: Stack) -> None:
-        self.caches, self._few, self._many = few.caches, few, many
-
-    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
-        stack = self._few if len(residual) <= FEW_ROWS else self._many
-        return stack.run(first, last, added, residual, plan)
