@@ -151,6 +151,9 @@ class FakeMachine:
     def drafters(self, contender: Contender) -> list[Drafter]:
         return [] if contender.method == PLAIN else [KnowingDrafter(self.costs, self.clock, self._said)]
 
+    def drafter(self, contender: Contender) -> Drafter:
+        return self.drafters(contender)[0]
+
     def open(self, concurrency: int) -> dict[Contender, TimedEngine]:
         return {contender: self._engine(contender) for contender in self.contenders}
 

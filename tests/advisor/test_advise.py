@@ -11,9 +11,9 @@ import math
 
 import pytest
 
-from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
 from paceline.advisor.choice import OFF, Figure, Figures, contenders_of, score
+from paceline.advisor.result import Advice
 from paceline.bench.grid import Contender
 from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
@@ -69,7 +69,7 @@ def test_the_choice_is_within_5_percent_of_the_best_and_the_promise_within_15(na
     costs, levels, prompts, tokens, size, off_because = SITUATIONS[name]
     true = truth(costs, monkeypatch, levels, prompts, tokens, size)
     advice = advise(FakeMachine(costs, monkeypatch, prompt_tokens=size, seed=1), levels, prompts, tokens)
-    choice = advice.choice
+    choice = advice.recommendation
     assert choice is not None
     assert math.exp(score(true, choice.contender)) >= 0.95 * math.exp(max(score(true, each) for each in grid(true)))
     for key, measured in advice.measured.items():

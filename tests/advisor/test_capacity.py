@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from paceline.advisor.seats import build_pair
-from paceline.advisor.traffic import Capacity, Curve, Driver, Point, Traffic, measure, percentile, prompts_of
+from paceline.advisor.capacity import (
+    Capacity,
+    LoadCurve,
+    LoadDriver,
+    LoadPoint,
+    Traffic,
+    build_pair,
+    measure,
+    prompts_of,
+)
+from paceline.bench.results import Spread
 from paceline.build import load
 from paceline.cli.app import run
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import InvalidParameter
-from tests.advisor.test_machine import endless
+from tests.advisor.test_subject import endless
 
 TEXT = "rate=10,prompt=40,answer=8,ttft=0.5,inter-token=0.1"
 
@@ -25,16 +34,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return endless(tmp_path_factory.mktemp("tiny"))
 
 
-def point(rate: float, ttft: float, *, finished: bool = True, inter_token: float = 0.05) -> Point:
-    return Point(
-        rate=rate,
-        requests=100,
-        finished=finished,
-        ttft_p50=ttft / 2,
-        ttft_p99=ttft,
-        inter_token_p50=inter_token / 2,
-        inter_token_p99=inter_token,
-    )
+def point(rate: float, ttft: float, *, finished: bool = True, inter_token: float = 0.05) -> LoadPoint:
+    ttft_s, inter_token_s = (Spread(p50=seconds / 2, p99=seconds) for seconds in (ttft, inter_token))
+    return LoadPoint(rate=rate, requests=100, finished=finished, ttft_s=ttft_s, inter_token_s=inter_token_s)
 
 
 def test_a_traffic_is_read_from_its_text() -> None:
@@ -50,24 +52,25 @@ def test_a_traffic_is_read_from_its_text() -> None:
     ],
 )
 def test_a_traffic_that_says_too_little_is_refused(text: str) -> None:
-    with pytest.raises(InvalidParameter, match="traffic"):
+    with pytest.raises(InvalidParameter) as caught:
         Traffic.parse(text)
+    assert caught.value.field == "traffic"
 
 
 def test_the_greatest_rate_within_the_limits_counts_and_is_narrowed_down() -> None:
     traffic = Traffic.parse(TEXT)
-    curve = Curve(5, [point(4, 0.9), point(1, 0.1), point(2, 0.3)])
+    curve = LoadCurve(5, [point(4, 0.9), point(1, 0.1), point(2, 0.3)])
     assert (curve.within(traffic), curve.beyond(traffic), curve.next_rate(traffic)) == (2, 4, 3)
-    lucky = Curve(5, [point(1, 0.1), point(2, 0.7), point(3, 0.2)])
+    lucky = LoadCurve(5, [point(1, 0.1), point(2, 0.7), point(3, 0.2)])
     assert lucky.within(traffic) == 1  # a point beyond one that is not within the limits is luck
-    assert Curve(5, [point(1, 0.1, finished=False)]).within(traffic) == 0
-    assert Curve(5, [point(1, 0.1, inter_token=0.2)]).within(traffic) == 0
-    assert Curve(5, [point(1, 0.1)]).next_rate(traffic) is None
+    assert LoadCurve(5, [point(1, 0.1, finished=False)]).within(traffic) == 0
+    assert LoadCurve(5, [point(1, 0.1, inter_token=0.2)]).within(traffic) == 0
+    assert LoadCurve(5, [point(1, 0.1)]).next_rate(traffic) is None
 
 
 def test_machines_and_the_price_of_a_million_tokens() -> None:
     traffic = Traffic.parse(TEXT)
-    found = Capacity(traffic, {"fast": Curve(5, [point(4, 0.1)]), "slow": Curve(5, [point(4, 9.0)])}, price=3.6)
+    found = Capacity(traffic, {"fast": LoadCurve(5, [point(4, 0.1)]), "slow": LoadCurve(5, [point(4, 9.0)])}, price=3.6)
     assert found.machines("fast") == 3
     assert found.per_million("fast") == pytest.approx(3 * 3.6 / 3600 / (10 * 8) * 1e6)
     assert found.machines("slow") is None
@@ -84,28 +87,18 @@ def test_prompts_have_the_length_asked_for_and_end_with_a_text() -> None:
     assert next(prompts_of([[1, 2, 3]], 2)) == [2, 3]
 
 
-def test_percentiles() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (percentile(values, 0.5), percentile(values, 0.99), percentile([7.0], 0.99), percentile([], 0.5)) == (
-        50,
-        99,
-        7,
-        0,
-    )
-
-
-def test_a_drafter_costs_seats(tiny: Path) -> None:
+def test_a_drafter_takes_cache_from_sequences(tiny: Path) -> None:
     target = load(str(tiny), device="cpu")
     traffic = Traffic.parse("rate=50,prompt=20,answer=6")
     config = EngineConfig(max_num_seqs=4)
-    plain, drafting, seats = build_pair(
+    plain, drafting, holds = build_pair(
         target, SpeculationConfig(method="auto", draft_model=str(tiny)), traffic, config
     )
-    assert 0 < seats.drafting < seats.plain
-    assert seats.plain / seats.drafting == pytest.approx(2, rel=0.01)  # its K/V are as large as the target's
+    assert 0 < holds.drafting < holds.plain
+    assert holds.plain / holds.drafting == pytest.approx(2, rel=0.01)  # its K/V are as large as the target's
     texts = [[5, 6, 7], [8, 9]]
     drivers = {
-        label: Driver(engine, prompts_of(texts, 20), traffic, 0.0)
+        label: LoadDriver(engine, prompts_of(texts, 20), traffic, 0.0)
         for label, engine in (("plain", plain), ("auto", drafting))
     }
     curves = measure(drivers, traffic, at_once=4, seconds=0.1)
@@ -115,8 +108,9 @@ def test_a_drafter_costs_seats(tiny: Path) -> None:
         assert all(each.requests >= 12 for each in curve.points)
     assert not plain.has_work
     assert plain.blocks.num_free == plain.blocks.num_blocks
-    with pytest.raises(InvalidParameter, match="context"):
+    with pytest.raises(InvalidParameter) as caught:
         build_pair(target, SpeculationConfig(), Traffic.parse("rate=1,prompt=100000,answer=5"), config)
+    assert caught.value.field == "traffic"
 
 
 def test_the_command_prints_machines_and_refuses_flags_without_meaning(tiny, capsys, monkeypatch, tmp_path) -> None:

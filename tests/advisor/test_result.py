@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.advisor.advice import Advice, Found, paceline_config, paceline_flags, vllm_config
-from paceline.advisor.choice import OFF, Drafted, Figure, combined, decide, levels_between, ranked, to_check
-from paceline.advisor.cost import DrafterCost, PassCost, line
-from paceline.advisor.halves import check_halves, halves
-from paceline.advisor.reasons import Case, why_off
+from paceline.advisor.advise import check_halves, halves
+from paceline.advisor.choice import OFF, Figure, Figures, combined, levels_between, ranked, recommend, to_check
+from paceline.advisor.result import Advice, FailedSetting, paceline_config, paceline_flags, vllm_config, why_off
+from paceline.advisor.subject import DrafterCost, PassCost, interpolated
 from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
 from paceline.cli.advise.words import notes, sentences, settings
@@ -22,14 +21,14 @@ from paceline.drafters.speculative_config import read
 from paceline.errors import InvalidParameter
 
 NGRAM, SUFFIX, AUTO = Contender("ngram", 4), Contender("suffix", 2), Contender("auto")
-MODEL = Drafted("draft-model", 3, "some/small-model")
+MODEL = Contender("draft-model", 3, "some/small-model")
 
 
 def figure(ratio: float, **more: float) -> Figure:
     return Figure(**{"ratio": ratio, "groups": 9, "alpha": 0.4, "decode_ratio": ratio, **more})  # type: ignore[arg-type]
 
 
-def at(level: int, **ratios: float) -> Found:
+def at(level: int, **ratios: float) -> Figures:
     names = {"ngram": NGRAM, "suffix": SUFFIX, "auto": AUTO, "model": MODEL}
     return {(level, names[name]): figure(ratio) for name, ratio in ratios.items()}
 
@@ -39,14 +38,14 @@ def at(level: int, **ratios: float) -> Found:
 
 def test_cost_is_straight_between_measurements_and_goes_on_as_steep_beyond() -> None:
     points = {1: 10.0, 4: 13.0, 8: 21.0}
-    assert [line(points, x) for x in (0, 1, 2, 4, 6, 8, 10)] == [10, 10, 11, 13, 17, 21, 25]
-    assert line({3: 7.0}, 100) == 7
+    assert [interpolated(points, x) for x in (0, 1, 2, 4, 6, 8, 10)] == [10, 10, 11, 13, 17, 21, 25]
+    assert interpolated({3: 7.0}, 100) == 7
 
 
 def test_a_checking_pass_is_priced_in_plain_passes_of_as_many_sequences() -> None:
     cost = PassCost(decode={1: {0: 1.0, 4: 1.4}, 4: {0: 1.3, 16: 2.9}})
-    assert cost.decoding(1, 2) == pytest.approx(1.2)
-    assert cost.decoding(2, 0) == pytest.approx(1.1)
+    assert cost.step_s(1, 2) == pytest.approx(1.2)
+    assert cost.step_s(2, 0) == pytest.approx(1.1)
     assert cost.verify_cost(4, 4) == pytest.approx(2.9 / 1.3)
 
 
@@ -90,24 +89,24 @@ def test_a_run_that_could_not_end_in_advice_is_refused(count, levels, tokens, fi
 def test_the_best_fixed_choice_counts_as_plain_where_it_is_switched_off() -> None:
     found = {**at(1, ngram=1.5, suffix=1.3), **at(16, ngram=0.7, suffix=1.0)}
     assert ranked(found)[0] == NGRAM
-    assert decide(found).contender == NGRAM
-    assert decide(found).up_to == 1
+    assert recommend(found).contender == NGRAM
+    assert recommend(found).up_to == 1
 
 
 def test_auto_is_advised_where_it_is_as_good_and_not_where_it_is_worse() -> None:
-    assert decide(at(1, ngram=1.5, auto=1.48)).contender == AUTO
-    assert decide(at(1, ngram=1.5, auto=1.40)).contender == NGRAM
-    assert decide({**at(1, ngram=1.5, auto=1.5), **at(16, ngram=0.7, auto=0.8)}).contender == NGRAM
+    assert recommend(at(1, ngram=1.5, auto=1.48)).contender == AUTO
+    assert recommend(at(1, ngram=1.5, auto=1.40)).contender == NGRAM
+    assert recommend({**at(1, ngram=1.5, auto=1.5), **at(16, ngram=0.7, auto=0.8)}).contender == NGRAM
 
 
 def test_nothing_is_advised_where_nothing_pays() -> None:
-    assert decide(at(1, ngram=1.01, suffix=0.9, auto=1.0)).off
-    assert decide(at(1, auto=1.2)).contender == AUTO  # pays, though no fixed choice does
+    assert recommend(at(1, ngram=1.01, suffix=0.9, auto=1.0)).off
+    assert recommend(at(1, auto=1.2)).contender == AUTO  # pays, though no fixed choice does
 
 
 def test_a_gain_that_may_be_chance_is_not_advised() -> None:
     for low, off in ((0.99, True), (1.01, False)):
-        assert decide({(1, NGRAM): figure(1.04, low=low, high=1.08)}).off is off
+        assert recommend({(1, NGRAM): figure(1.04, low=low, high=1.08)}).off is off
 
 
 def test_a_second_method_is_checked_only_if_it_is_close() -> None:
@@ -148,8 +147,8 @@ def test_a_check_cut_short_leaves_the_predictions_of_the_levels_it_did_not_reach
 
 def test_a_choice_that_pays_only_from_some_number_on_is_not_switched_off_there() -> None:
     found = advice({**at(1, ngram=1.01), **at(4, ngram=1.5), **at(16, ngram=0.8)})
-    assert found.choice is not None
-    assert found.choice.up_to == 4
+    assert found.recommendation is not None
+    assert found.recommendation.up_to == 4
     assert found.stops_at == 16
     text = " ".join(sentences(found))
     assert "With one request at a time it gains nothing. Switch it off from 16 requests at once." in text
@@ -163,7 +162,7 @@ def test_a_figure_without_an_interval_is_sure_only_if_it_is_large() -> None:
 
 # -- reasons
 
-CASE = Case(
+CASE = FailedSetting(
     label="ngram k=4", k=4, concurrency=1, figure=figure(0.98), draft_cost=0.0, verify_cost=1.0, temperature=0.0
 )
 
@@ -188,8 +187,8 @@ def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind
 def test_a_gain_that_may_be_chance_is_called_that_and_nothing_else_is_blamed() -> None:
     found = advice({(1, NGRAM): figure(1.10, low=0.90, high=1.35, decode_ratio=1.12)})
     found.measured = {}
-    assert found.choice is not None
-    assert found.choice.off
+    assert found.recommendation is not None
+    assert found.recommendation.off
     reason = found.reason(1)
     assert reason is not None
     assert reason.kind == "uncertain"
@@ -231,7 +230,7 @@ def test_vllm_gets_null_with_a_reason_where_it_has_no_such_method() -> None:
 # -- words
 
 
-def advice(measured: Found, **more: object) -> Advice:
+def advice(measured: Figures, **more: object) -> Advice:
     cost = PassCost(decode={1: {0: 1.0, 16: 1.2}, 16: {0: 1.3, 64: 9.0}})
     return Advice(model="toy", settings={}, cost=cost, predicted=measured, measured=measured, **more)  # type: ignore[arg-type]
 
@@ -266,7 +265,7 @@ def test_a_prediction_alone_is_labelled_as_one() -> None:
 
 def test_the_files_hold_the_settings_and_all_that_was_found(tmp_path: Path) -> None:
     found = advice(at(1, ngram=1.5))
-    written = found.save(tmp_path / "new")
+    written = found.save(tmp_path)
     assert [path.name for path in written] == ["advice.json", "paceline.json", "vllm.json"]
     assert json.loads(written[1].read_text()) == {"method": "ngram", "k": 4}
     assert json.loads(written[2].read_text())["num_speculative_tokens"] == 4
@@ -275,4 +274,4 @@ def test_the_files_hold_the_settings_and_all_that_was_found(tmp_path: Path) -> N
     assert whole["predicted"][0]["label"] == "ngram k=4"
     assert [line.split()[0] for line in settings(found)[::2]] == ["paceline", "vLLM"]
     off = advice(at(1, ngram=0.9))
-    assert [path.name for path in off.save(tmp_path / "off")] == ["advice.json", "paceline.json"]
+    assert [path.name for path in off.save(tmp_path)] == ["advice.json", "paceline.json"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
-from paceline.advisor.machine import Machine
-from paceline.advisor.profile import activations_cost, method_cost, model_drafter, profile
+from paceline.advisor.result import Advice
+from paceline.advisor.subject import AdviceSubject, DrafterCost, activations_cost, drafter_cost, pass_cost
+from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import Plan
 from paceline.cli.advise.words import notes
@@ -40,8 +41,8 @@ def endless(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def machine(folder: Path) -> Machine:
-    found = Machine(str(folder), draft_models=[str(folder)], device="cpu", raw=True)
+def machine(folder: Path) -> AdviceSubject:
+    found = AdviceSubject(str(folder), draft_models=[str(folder)], device="cpu", raw=True)
     found.check(asked(), 24)
     return found
 
@@ -51,23 +52,23 @@ def asked(count: int = 8) -> list[Prompt]:
     return [Prompt(workload="words", turns=(text,), origin=f"line {n}") for n, text in enumerate(texts, start=1)]
 
 
-def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: Machine) -> None:
+def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: AdviceSubject) -> None:
     plan = Plan(concurrencies=[1, 2], max_tokens=24)
-    cost = profile(machine, [1, 2], plan)
+    cost = pass_cost(machine, plan)
     assert set(cost.decode) == {1, 2}
     assert all(seconds > 0 for curve in cost.decode.values() for seconds in curve.values())
     for method in machine.methods:
-        found = method_cost(machine, method, cost, plan, [5, 6, 7, 8] * 10)
+        found = drafter_cost(machine, Contender(method), cost, plan, [5, 6, 7, 8] * 10)
         assert found.at(1) > 0
         assert found.memory_bytes > 1000
     many = dataclasses.replace(cost, decode=dict.fromkeys((1, 64), cost.decode[2]))
-    model = model_drafter(machine, machine.draft_models[0], many, plan)
+    model = drafter_cost(machine, Contender("draft-model", None, machine.draft_models[0].name), many, plan, [])
     assert set(model.seconds) == {1, 64}  # 64 prompts are more than it reads in one step
     assert model.at(2) > 0
     assert model.kv_bytes == 2 * 3 * 2 * 8 * 4  # K and V, 3 layers, 2 heads of 8, fp32
 
 
-def test_every_drafter_is_tried_and_the_best_with_every_k(machine: Machine) -> None:
+def test_every_drafter_is_tried_and_the_best_with_every_k(machine: AdviceSubject) -> None:
     found = Advice(model="tiny", settings={"temperature": 0.0})
     plan = Plan(concurrencies=[1], max_tokens=24)
     assert Advisor(machine, asked(20), plan, found, lengths=(1, 2, 3), rival=False).run() is None
@@ -90,7 +91,7 @@ def test_a_trained_drafter_is_timed_in_the_steps_of_an_engine(method: str, folde
     else:
         config = drafter_config(target, taps=(0, 2))
         write(tmp_path, config, random_tensors(config))
-    trained = Machine(str(folder), drafter=[str(tmp_path)], device="cpu", raw=True)
+    trained = AdviceSubject(str(folder), drafter=[str(tmp_path)], device="cpu", raw=True)
     trained.check(asked(), 24)
     found = Advice(model="tiny", settings={"temperature": 0.0})
     plan = Plan(concurrencies=[1], max_tokens=24)
@@ -111,17 +112,19 @@ def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(problem, fo
         (tmp_path / "tokenizer.json").write_text(json.dumps(spelt))
     else:
         monkeypatch.setattr("paceline.platform.cpu.memory", lambda: type("M", (), {"available": 1000})())
-    found = Machine(str(folder), draft_models=[str(tmp_path)], device="cpu", raw=True)
+    found = AdviceSubject(str(folder), draft_models=[str(tmp_path)], device="cpu", raw=True)
     assert found.draft_models == []
     says = {"vocabulary": "another vocabulary", "memory": "of memory are free"}[problem]
     assert says in found.refused[str(tmp_path)]
 
 
 def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(machine, monkeypatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupted(subject: AdviceSubject, contender: Contender, *rest: Any) -> DrafterCost:
+        if contender.draft_model is not None:
+            raise KeyboardInterrupt
+        return drafter_cost(subject, contender, *rest)
 
-    monkeypatch.setattr("paceline.advisor.advise.model_drafter", interrupted)
+    monkeypatch.setattr("paceline.advisor.subject.drafter_cost", interrupted)
     found = Advice(model="tiny", settings={"temperature": 0.0})
     Advisor(machine, asked(18), Plan(concurrencies=[1], max_tokens=24), found, lengths=(2,)).run()
     assert found.cost is not None
@@ -142,7 +145,7 @@ def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(machine, 
     assert isinstance(stopped, KeyboardInterrupt)
     assert found.missing == missing
     assert found.cost is not None
-    assert found.choice is not None
+    assert found.recommendation is not None
     assert found.to_json()["missing"] == missing
     assert bool(found.measured) == (missing != ["the check"])
 
@@ -150,7 +153,7 @@ def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(machine, 
 def test_int8_activations_are_timed_and_their_distance_is_told(tmp_path: Path) -> None:
     sized_model(tmp_path / "model")
     quantize_folder(tmp_path / "model", "q8_0", tmp_path / "blocks", lambda done, total: None)
-    machine = Machine(str(tmp_path / "blocks"), device="cpu", raw=True)
+    machine = AdviceSubject(str(tmp_path / "blocks"), device="cpu", raw=True)
     rounded = machine.with_int8()
     assert rounded is not None
     cost = activations_cost(machine.loaded, rounded, [[5, 6, 7] * 4, [8, 9] * 3], machine.clock)
@@ -163,5 +166,5 @@ def test_int8_activations_are_timed_and_their_distance_is_told(tmp_path: Path) -
     assert json.loads(json.dumps(advice.to_json()))["activations"]["distance"] == cost.distance
 
 
-def test_a_model_without_blocks_has_no_int8_activations(machine: Machine) -> None:
+def test_a_model_without_blocks_has_no_int8_activations(machine: AdviceSubject) -> None:
     assert machine.with_int8() is None

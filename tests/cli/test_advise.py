@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import run
-from tests.advisor.test_machine import asked, endless
+from tests.advisor.test_subject import asked, endless
 from tests.helpers.tiny import save_tiny
 
 Call = Callable[..., tuple[int, str, str]]
@@ -38,7 +38,7 @@ def advise(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
 
 
 def test_the_command_says_what_to_do_and_writes_it_down(advise, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.advisor.advise.LENGTHS", (2, 3))
+    monkeypatch.setattr("paceline.cli.advise.command.LENGTHS", (2, 3))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.json").write_text("{}")  # a benchmark's, which stays
     code, out, err = advise("--max-tokens", "40")
@@ -101,7 +101,7 @@ def test_ctrl_c_before_a_profile_says_what_is_missing(advise: Call, monkeypatch:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.advisor.advise.profile", interrupted)
+    monkeypatch.setattr("paceline.advisor.subject.pass_cost", interrupted)
     code, _, err = advise("--max-tokens", "40")
     assert code == 130
     assert "missing: the profile, the prediction, the check" in err

@@ -1,41 +1,53 @@
-"""From prompts to advice: time passes, choose on one half of the prompts, check the best on the other.
+"""From prompts to advice: time steps, choose on one half of the prompts, check the best on the other.
 
 Both halves are measured by the benchmark's own runner, interleaved with plain decoding. The best of many is partly the
 luckiest, so its figure on the first half is called a prediction, and the second half, on which nothing was chosen,
-measures it. If the run is interrupted, the findings until then remain valid.
+measures it. Findings remain valid when the run is interrupted. No torch before that.
+
+Each half has every other prompt of each workload. Where a half fills fewer than five groups, further rounds group its
+prompts anew, each with new engines, so that no suffix store has seen their answers. Such groups share prompts: the
+figure is valid, but its interval would be too narrow and is omitted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from paceline.advisor.advice import Advice
-from paceline.advisor.choice import OFF, Drafted, Figure, levels_between, to_check
-from paceline.advisor.halves import halves, measure_half
-from paceline.advisor.machine import Machine
-from paceline.advisor.profile import activations_cost, method_cost, model_drafter, profile
+from paceline.advisor.choice import OFF, Figure, levels_between, to_check
+from paceline.advisor.result import Advice
 from paceline.bench.grid import Contender
+from paceline.bench.groups import make_groups
+from paceline.bench.intervals import MIN_PAIRS, MIN_TOKENS
+from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
-from paceline.bench.runner import OnProgress, Plan
+from paceline.bench.results import ALL
+from paceline.bench.runner import OnProgress, Plan, Subject, measure
 from paceline.config import AUTO
-from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.methods import DRAFT_MODEL
+from paceline.errors import InvalidParameter
 
-LENGTHS, QUICK_LENGTHS = (1, 2, 4, 8, 16), (2, 4, 8)  # the k that are tried; every drafter is with the middle one
+if TYPE_CHECKING:
+    from paceline.advisor.subject import AdviceSubject
+
+LENGTHS, QUICK_LENGTHS = (1, 2, 4, 8, 16), (2, 4, 8)  # every k tried; the middle one with every drafter
+MAX_ROUNDS = 5  # groupings of one half's prompts
 
 
 @dataclass
 class Advisor:
-    subject: Machine
+    subject: AdviceSubject
     prompts: Sequence[Prompt]
     plan: Plan
     advice: Advice
     on_progress: OnProgress = lambda done, total, what: None
     lengths: Sequence[int] = LENGTHS
-    rival: bool = True  # whether a second drafter that is close on the first half is measured further
+    rival: bool = True  # measure a second drafter further that is close on the first half
 
     def run(self) -> BaseException | None:
-        """The error that ended the run early, if any; the advice then lists what is missing."""
+        """Return the error that ended the run early, if any; `advice.missing` then lists what was not measured."""
         advice = self.advice
         self._first, self._second = halves(self.prompts)
         stages: list[tuple[str, Callable[[], None], Callable[[], object]]] = [  # name, work, its findings so far
@@ -43,33 +55,36 @@ class Advisor:
             ("the prediction", self._choose, lambda: advice.predicted),
             ("the check", self._check, lambda: advice.measured),
         ]
-        for at, (name, work, found) in enumerate(stages):
+        for at, (name, work, findings) in enumerate(stages):
             try:
                 work()
             except BaseException as reason:  # Ctrl-C, no memory: keep the findings so far
                 later = [each for each, _, _ in stages[at + 1 :]]
-                advice.missing = [f"the rest of {name}" if found() else name, *later]
+                advice.missing = [f"the rest of {name}" if findings() else name, *later]
                 return reason
         return None
 
     def _profile(self) -> None:
-        subject, levels = self.subject, self.plan.concurrencies
-        longest = max((subject.encode(prompt, []) for prompt in self._first), key=len)
-        self.advice.cost = cost = profile(subject, levels, self.plan, self._part(0.0, 0.1))
-        self.advice.drafters = [method_cost(subject, method, cost, self.plan, longest) for method in subject.methods]
-        for model in subject.draft_models:
-            self.advice.drafters = [*self.advice.drafters, model_drafter(subject, model, cost, self.plan)]
+        from paceline.advisor.subject import activations_cost, drafter_cost, pass_cost
+
+        subject, advice = self.subject, self.advice
+        prompts = [subject.encode(prompt, []) for prompt in self._first]
+        advice.cost = pass_cost(subject, self.plan, self._part(0.0, 0.1))
+        drafters = [Contender(method) for method in subject.methods]
+        drafters += [Contender(DRAFT_MODEL, None, model.name) for model in subject.draft_models]
+        for contender in drafters:
+            cost = drafter_cost(subject, contender, advice.cost, self.plan, max(prompts, key=len))
+            advice.drafters = [*advice.drafters, cost]
         if (rounded := subject.with_int8()) is not None:
-            prompts = [subject.encode(prompt, []) for prompt in self._first]
-            self.advice.activations = activations_cost(subject.loaded, rounded, prompts, subject.clock)
+            advice.activations = activations_cost(subject.loaded, rounded, prompts, subject.clock)
 
     def _choose(self) -> None:
-        """Every drafter with a middling k, and `auto`; then the best of them with every other k."""
+        """Measure every drafter with a middling k, and `auto`; then the best drafters with every other k."""
         levels, middle = self.plan.concurrencies, self.lengths[len(self.lengths) // 2]
         models = [model.name for model in self.subject.draft_models]
-        fixed: list[Contender] = [Contender(method, middle) for method in self.subject.methods]
-        fixed += [Drafted(DraftModelDrafter.name, middle, name) for name in models]
-        autos: list[Contender] = [Contender(AUTO), *(Drafted(AUTO, None, name) for name in models)]
+        fixed = [Contender(method, middle) for method in self.subject.methods]
+        fixed += [Contender(DRAFT_MODEL, middle, name) for name in models]
+        autos = [Contender(AUTO), *(Contender(AUTO, None, name) for name in models)]
         self._measure([*fixed, *autos], self._first, levels, self.advice.predicted, self._part(0.1, 0.3))
         best = [each for each in to_check(self.advice.predicted, rival=self.rival) if each.k is not None]
         others = [replace(each, k=k) for each in best for k in self.lengths if k != middle]
@@ -77,11 +92,11 @@ class Advisor:
             self._measure(others, self._first, levels, self.advice.predicted, self._part(0.4, 0.3))
 
     def _check(self) -> None:
-        """Measure on the other prompts; then, where the choice stops paying, the concurrencies between."""
+        """Measure on the other prompts; then, where the recommendation stops paying, the concurrencies between."""
         advice = self.advice
         checked = to_check(advice.predicted, rival=self.rival)
         self._measure(checked, self._second, self.plan.concurrencies, advice.measured, self._part(0.7, 0.25))
-        contender = advice.choice.contender if advice.choice is not None else OFF
+        contender = advice.recommendation.contender if advice.recommendation is not None else OFF
         if further := levels_between(advice.known, contender):
             self._measure([contender], self._second, further, advice.between, self._part(0.95, 0.05))
 
@@ -90,13 +105,93 @@ class Advisor:
         contenders: Sequence[Contender],
         prompts: Sequence[Prompt],
         levels: Sequence[int],
-        found: dict[tuple[int, Contender], Figure],
+        figures: dict[tuple[int, Contender], Figure],
         on_progress: OnProgress,
     ) -> None:
         self.subject.contenders = [OFF, *contenders]
         plan = replace(self.plan, concurrencies=levels)
-        measure_half(self.subject, prompts, plan, self.subject.contenders, found, on_progress)
+        measure_half(self.subject, prompts, plan, self.subject.contenders, figures, on_progress)
 
     def _part(self, start: float, share: float) -> OnProgress:
-        """The progress of one stage as a part of the whole run's."""
+        """Report the progress of one stage as a part of the whole run's."""
         return lambda done, total, what: self.on_progress(start + share * done / max(total, 1), 1.0, what)
+
+
+# -- the prompts in two halves
+
+
+def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Split the prompts; the second half has one less for each workload with an odd number."""
+    alike: dict[tuple[str, int], list[Prompt]] = {}
+    for prompt in prompts:
+        alike.setdefault((prompt.workload, len(prompt.turns)), []).append(prompt)
+    first: list[Prompt] = []
+    second: list[Prompt] = []
+    for members in alike.values():
+        shorter, longer = sorted((first, second), key=len)
+        shorter += members[::2]
+        longer += members[1::2]
+    return first, second
+
+
+def check_halves(halves: Sequence[Sequence[Prompt]], levels: Sequence[int], max_tokens: int) -> None:
+    """Refuse a run that could not end in advice."""
+    for half in halves:
+        if len(half) < MIN_PAIRS:
+            raise InvalidParameter(
+                "prompts",
+                f"{sum(map(len, halves))} prompts are too few: half of them are to choose on and half to check on, "
+                f"and fewer than {MIN_PAIRS} in a half are not enough; give at least {2 * MIN_PAIRS}",
+            )
+        for level in levels:
+            if not make_groups(half, level)[0]:
+                raise InvalidParameter(
+                    "concurrency",
+                    f"half of the prompts ({len(half)}) never make {level} requests at once with equally many turns: "
+                    f"give at least {2 * level} prompts, or lower the concurrency",
+                )
+        if len(half) * max_tokens < MIN_TOKENS:
+            raise InvalidParameter(
+                "max_tokens",
+                f"at most {len(half) * max_tokens} tokens would be measured, and fewer than {MIN_TOKENS} are not "
+                "enough: raise it or give more prompts",
+            )
+
+
+def measure_half(
+    subject: Subject,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    contenders: Sequence[Contender],
+    figures: dict[tuple[int, Contender], Figure],
+    on_progress: OnProgress,
+) -> None:
+    """Add the figures of `contenders` to `figures`, and after an interruption those measured until then."""
+    measurement = Measurement(list(contenders))
+    rounds = [(level, turn) for level in plan.concurrencies for turn in range(_rounds(prompts, level))]
+    try:
+        for done, (level, turn) in enumerate(rounds):
+            part = Measurement(measurement.contenders)
+            one = replace(plan, concurrencies=[level], seed=(plan.seed or 0) + turn)
+
+            def progress(now: float, total: float, what: str, done: int = done) -> None:
+                on_progress(done + now / total, len(rounds), what)
+
+            try:
+                measure(subject, prompts, one, part, progress)
+            finally:
+                first = 1 + max((row.group for row in measurement.rows), default=-1)
+                measurement.rows += [dataclasses.replace(row, group=first + row.group) for row in part.rows]
+    finally:
+        by_label = {contender.label: contender for contender in contenders}
+        whole = [cell for cell in cells(measurement) if cell.workload == ALL]
+        for cell in whole:
+            if figure := Figure.of(cell, interval=_rounds(prompts, cell.concurrency) == 1):
+                figures[cell.concurrency, by_label[cell.label]] = figure
+    if not figures:
+        raise InvalidParameter("prompts", next(cell.too_short for cell in whole if cell.too_short) or "")
+
+
+def _rounds(prompts: Sequence[Prompt], level: int) -> int:
+    groups, _ = make_groups(prompts, level)
+    return min(-(-MIN_PAIRS // max(len(groups), 1)), MAX_ROUNDS)

@@ -1,28 +1,40 @@
 """How many machines like this one serve a given traffic, with and without speculation.
 
-The load curve is measured, not computed: the highest rate that the engine keeps up with, then latencies while requests
-arrive at random (Poisson) at shares of it, speculation and plain decoding in turn. The greatest rate within the limits
-counts; it is narrowed down by halving. The engine is measured alone: HTTP comes on top (benchmarks/serve.py).
+Two engines over the same weights, one with drafters and one without, are measured in turn: the highest rate that the
+engine keeps up with, then latencies while requests arrive at random (Poisson) at shares of it. The greatest rate
+within the limits counts; it is narrowed down by halving. The engine is measured alone, without HTTP.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from paceline.bench.intervals import spread
+from paceline.bench.results import Spread
+from paceline.build import LoadedTarget, make_drafters, make_engine, make_policy
+from paceline.config import MAX_K, EngineConfig, SpeculationConfig
+from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
+from paceline.models.kv_cache import KVCache
+from paceline.platform.memory import cache_bytes
 from paceline.sampling_params import SamplingParams
 
 SHARES = (0.3, 0.6, 0.8, 0.95)  # of the rate that the engine keeps up with
 HALVINGS = 2
-FEWEST, MOST = 12, 400  # requests of one point of the curve
-FIELDS = {
+MIN_REQUESTS, MAX_REQUESTS = 12, 400  # of one point of the curve
+MEANINGS = {
     "rate": "requests a second",
     "prompt": "tokens of a prompt",
     "answer": "tokens of an answer",
@@ -41,77 +53,72 @@ class Traffic:
 
     @classmethod
     def parse(cls, text: str) -> Traffic:
-        """`rate=2,prompt=200,answer=100,ttft=1,inter_token=0.1`; the two limits may be left out."""
-        given: dict[str, float] = {}
+        """Read `rate=2,prompt=200,answer=100,ttft=1,inter_token=0.1`; the two limits may be left out."""
+        values: dict[str, Any] = {}
         for item in text.split(","):
-            name, _, value = item.strip().partition("=")
+            name, _, number = item.strip().partition("=")
             name = name.replace("-", "_")
-            if name not in FIELDS or name in given:
-                known = ", ".join(f"{each} ({meaning})" for each, meaning in FIELDS.items())
+            if name not in MEANINGS or name in values:
+                known = ", ".join(f"{each} ({meaning})" for each, meaning in MEANINGS.items())
                 raise InvalidParameter("traffic", f"{item.strip()!r} is not NAME=VALUE, once, of {known}")
             try:
-                given[name] = float(value)
+                values[name] = float(number)
             except ValueError:
-                given[name] = math.nan
-            if not 0 < given[name] < math.inf:
-                raise InvalidParameter("traffic", f"{name} must be a number above 0, got {value!r}")
-        if missing := [name for name in ("rate", "prompt", "answer") if name not in given]:
-            raise InvalidParameter("traffic", f"{missing[0]} is missing: {FIELDS[missing[0]]}")
+                values[name] = math.nan
+            if not 0 < values[name] < math.inf:
+                raise InvalidParameter("traffic", f"{name} must be a number above 0, got {number!r}")
+        for each in fields(cls):
+            if each.default is MISSING and each.name not in values:
+                raise InvalidParameter("traffic", f"{each.name} is missing: {MEANINGS[each.name]}")
         for name in ("prompt", "answer"):
-            if given[name] != int(given[name]):
-                raise InvalidParameter("traffic", f"{name} must be a whole number, got {given[name]:g}")
-        return cls(
-            rate=given["rate"],
-            prompt=int(given["prompt"]),
-            answer=int(given["answer"]),
-            ttft=given.get("ttft", math.inf),
-            inter_token=given.get("inter_token", math.inf),
-        )
+            if values[name] != int(values[name]):
+                raise InvalidParameter("traffic", f"{name} must be a whole number, got {values[name]:g}")
+            values[name] = int(values[name])
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """Latencies at one rate; p99 of fewer than 100 requests is their worst."""
+class LoadPoint:
+    """Latencies at one rate."""
 
     rate: float
     requests: int
     finished: bool  # all of them, in time
-    ttft_p50: float
-    ttft_p99: float
-    inter_token_p50: float
-    inter_token_p99: float
+    ttft_s: Spread | None
+    inter_token_s: Spread | None  # None: every answer came at once
 
     def meets(self, traffic: Traffic) -> bool:
-        return self.finished and self.ttft_p99 <= traffic.ttft and self.inter_token_p99 <= traffic.inter_token
+        limits = ((self.ttft_s, traffic.ttft), (self.inter_token_s, traffic.inter_token))
+        return self.finished and all(seconds is None or seconds.p99 <= limit for seconds, limit in limits)
 
 
 @dataclass
-class Curve:
-    """Of one setting; `saturated`: requests a second when a full batch comes at once."""
+class LoadCurve:
+    """The points of one setting; `saturated`: requests a second when a full batch comes at once."""
 
     saturated: float = 0.0
-    points: list[Point] = field(default_factory=list)
+    points: list[LoadPoint] = field(default_factory=list)
 
     def within(self, traffic: Traffic) -> float:
-        """The greatest rate up to which every point is within the limits; 0 where none is."""
+        """Return the greatest rate up to which every point is within the limits; 0 where none is."""
         ordered = sorted(self.points, key=lambda point: point.rate)
         return max(
-            (each.rate for each in itertools.takewhile(lambda point: point.meets(traffic), ordered)), default=0.0
+            (point.rate for point in itertools.takewhile(lambda point: point.meets(traffic), ordered)), default=0.0
         )
 
     def beyond(self, traffic: Traffic) -> float | None:
-        """The smallest rate that is not within the limits."""
+        """Return the smallest rate that is not within the limits."""
         return min((point.rate for point in self.points if not point.meets(traffic)), default=None)
 
     def next_rate(self, traffic: Traffic) -> float | None:
-        """Between the two; None where nothing is left to narrow down."""
+        """Return the rate between the two; None where nothing is left to narrow down."""
         beyond = self.beyond(traffic)
         return None if beyond is None else (self.within(traffic) + beyond) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seats:
-    """Sequences of this traffic that the cache holds at once, with the drafters' memory and without."""
+class CacheHolds:
+    """Sequences of the traffic that the cache holds at once, with the drafters' memory and without."""
 
     plain: int
     drafting: int
@@ -122,25 +129,24 @@ class Seats:
 @dataclass
 class Capacity:
     traffic: Traffic
-    curves: dict[str, Curve]
-    seats: Seats | None = None
+    curves: dict[str, LoadCurve]
+    cache_holds: CacheHolds | None = None
     price: float | None = None  # of one machine for an hour
 
     def machines(self, label: str) -> int | None:
-        """How many serve the traffic; None: one machine is too slow for the limits at any rate measured."""
+        """Return the machines that serve the traffic; None: one is too slow for the limits at any rate measured."""
         each = self.curves[label].within(self.traffic)
         return math.ceil(self.traffic.rate / each - 1e-9) if each else None
 
     def per_million(self, label: str) -> float | None:
-        """The price of a million tokens of answers, with this traffic on that many machines."""
+        """Return the price of a million tokens of answers, with this traffic on that many machines."""
         machines = self.machines(label)
         if machines is None or self.price is None:
             return None
         return self.price * machines / (3600 * self.traffic.rate * self.traffic.answer) * 1e6
 
     def to_json(self) -> dict[str, Any]:
-        limits = {name: None if value == math.inf else value for name, value in asdict(self.traffic).items()}
-        found = {
+        curves = {
             label: {
                 **asdict(curve),
                 "within_limits": curve.within(self.traffic),
@@ -149,11 +155,18 @@ class Capacity:
             }
             for label, curve in self.curves.items()
         }
-        seats = None if self.seats is None else asdict(self.seats)
-        return {"traffic": limits, "curves": found, "cache_holds": seats, "price_per_hour": self.price}
+        return {
+            "traffic": {name: None if value == math.inf else value for name, value in asdict(self.traffic).items()},
+            "curves": curves,
+            "cache_holds": None if self.cache_holds is None else asdict(self.cache_holds),
+            "price_per_hour": self.price,
+        }
 
 
-class Driver:
+# -- measuring
+
+
+class LoadDriver:
     """Sends requests of the traffic to an engine and follows their tokens."""
 
     def __init__(self, engine: Engine, prompts: Iterator[list[int]], traffic: Traffic, temperature: float) -> None:
@@ -161,7 +174,7 @@ class Driver:
         self._temperature, self._serial = temperature, itertools.count()
 
     def saturate(self, requests: int) -> float:
-        """Requests a second when so many come at once, from the first prompt to the last token."""
+        """Return the requests a second when all come at once, from the first prompt to the last token."""
         started = time.perf_counter()
         for _ in range(requests):
             self._add()
@@ -169,11 +182,10 @@ class Driver:
             self._engine.step()
         return requests / (time.perf_counter() - started)
 
-    def point(self, rate: float, seconds: float) -> Point:
-        count = min(max(round(rate * seconds), FEWEST), MOST)
+    def point(self, rate: float, seconds: float) -> LoadPoint:
+        count = min(max(round(rate * seconds), MIN_REQUESTS), MAX_REQUESTS)
         noise = random.Random(0)
-        gaps = [noise.expovariate(rate) for _ in range(count)]
-        due = list(itertools.accumulate(gaps))
+        due = list(itertools.accumulate(noise.expovariate(rate) for _ in range(count)))
         arrived: dict[str, float] = {}
         last: dict[str, float] = {}
         first: list[float] = []
@@ -190,8 +202,8 @@ class Driver:
             result = self._engine.step()
             now = time.perf_counter()
             for at, sequence in enumerate(result.sequences):
+                key = sequence.request_id
                 if result.tokens[at]:
-                    key = sequence.request_id
                     if key in last:
                         between.append(now - last[key])
                     else:
@@ -199,14 +211,8 @@ class Driver:
                     last[key] = now
                 done += at in result.ended
         self._clear()
-        return Point(
-            rate=rate,
-            requests=count,
-            finished=done == count,
-            ttft_p50=percentile(first, 0.5),
-            ttft_p99=percentile(first, 0.99),
-            inter_token_p50=percentile(between, 0.5),
-            inter_token_p99=percentile(between, 0.99),
+        return LoadPoint(
+            rate=rate, requests=count, finished=done == count, ttft_s=spread(first), inter_token_s=spread(between)
         )
 
     def _add(self) -> str:
@@ -227,8 +233,8 @@ class Driver:
 
 
 def prompts_of(texts: Sequence[Sequence[int]], length: int) -> Iterator[list[int]]:
-    """Prompts of that length without end: each text with others before it, cut at the front. No two are alike until
-    every text had every other one before it."""
+    """Yield prompts without end: each text with others before it, cut at the front. No two are alike until every text
+    had every other one before it."""
     for shift in itertools.count(1):
         for at, text in enumerate(texts):
             tokens = list(text)
@@ -239,35 +245,78 @@ def prompts_of(texts: Sequence[Sequence[int]], length: int) -> Iterator[list[int
             yield tokens[-length:]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share does not exceed; of none, 0."""
-    ordered = sorted(values)
-    return ordered[min(math.ceil(share * len(ordered)), len(ordered)) - 1] if ordered else 0.0
-
-
 def measure(
-    drivers: dict[str, Driver],
+    drivers: dict[str, LoadDriver],
     traffic: Traffic,
     *,
     at_once: int,
     seconds: float,
     on_progress: Callable[[float, float, str], None] = lambda done, total, what: None,
-) -> dict[str, Curve]:
+) -> dict[str, LoadCurve]:
     """`at_once`: requests that find the highest rate; `seconds`: of each point."""
-    curves = {label: Curve() for label in drivers}
+    curves = {label: LoadCurve() for label in drivers}
     total = len(drivers) * (1 + len(SHARES) + HALVINGS)
     done = itertools.count(1)
+
+    def add_point(label: str, rate: float) -> None:
+        on_progress(next(done), total, f"{label}: {rate:.2f} requests a second")
+        curves[label].points.append(drivers[label].point(rate, seconds))
+
     for label, driver in drivers.items():
         on_progress(next(done), total, f"{label}: as fast as it can")
         curves[label].saturated = driver.saturate(at_once)
-    for share in SHARES:
-        for label, driver in drivers.items():
-            rate = share * curves[label].saturated
-            on_progress(next(done), total, f"{label}: {rate:.2f} requests a second")
-            curves[label].points.append(driver.point(rate, seconds))
-    for _ in range(HALVINGS):
-        for label, driver in drivers.items():
-            if (between := curves[label].next_rate(traffic)) is not None:
-                on_progress(next(done), total, f"{label}: {between:.2f} requests a second")
-                curves[label].points.append(driver.point(between, seconds))
+    for share, label in itertools.product(SHARES, drivers):
+        add_point(label, share * curves[label].saturated)
+    for _, label in itertools.product(range(HALVINGS), drivers):
+        if (rate := curves[label].next_rate(traffic)) is not None:
+            add_point(label, rate)
     return curves
+
+
+# -- the two engines
+
+
+def build_pair(
+    target: LoadedTarget, speculation: SpeculationConfig, traffic: Traffic, config: EngineConfig
+) -> tuple[Engine, Engine, CacheHolds]:
+    """Build an engine without drafters and one with them, and count the sequences that each one's cache holds.
+
+    On a GPU the cache gets the memory that weights leave, so a drafter's weights cost sequences; on a CPU the cache has
+    a size of its own, and only the drafter's K/V, which lie in it, do.
+    """
+    loaded, length = target.loaded, traffic.prompt + traffic.answer
+    most, device = loaded.config.max_positions, loaded.decoder.device
+    if length >= most:
+        raise InvalidParameter("traffic", f"prompt and answer have {length} tokens, and the model's context is {most}")
+    whole, before = cache_bytes(device, config.gpu_memory_fraction), used_bytes(device)
+    drafters = make_drafters(loaded, speculation)
+    weights = max(used_bytes(device) - before, 0)
+
+    def block_bytes(drafters: Sequence[Drafter]) -> int:
+        specs = (*loaded.decoder.kv_specs, *(spec for drafter in drafters for spec in drafter.kv_layers))
+        return KVCache.bytes_per_block(specs, config.block_size, loaded.decoder.cache_dtype)
+
+    plain_block, drafting_block = block_bytes([]), block_bytes(drafters)
+    left = max(whole - weights, 0) if device.type == "cuda" else whole
+    each = -(-length // config.block_size)  # blocks of a sequence
+    holds = CacheHolds(
+        plain=whole // (each * plain_block),
+        drafting=left // (each * drafting_block),
+        weight_bytes=weights,
+        kv_bytes=(drafting_block - plain_block) // config.block_size,
+    )
+    needed = -(-(length + MAX_K + 1) // config.block_size) * config.max_num_seqs + 2
+    fitting = left // (plain_block + drafting_block)  # both engines exist at once
+    sized = replace(config, num_blocks=max(min(needed, fitting), 1), prefix_caching=False)
+    plain = make_engine(loaded, sized, [], make_policy(loaded, [], SpeculationConfig()))
+    return plain, make_engine(loaded, sized, drafters, make_policy(loaded, drafters, speculation)), holds
+
+
+def used_bytes(device: torch.device) -> int:
+    """Return the memory in use on the device that holds the weights."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # its peak, in bytes on macOS

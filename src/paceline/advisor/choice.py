@@ -1,4 +1,4 @@
-"""From measured speed-ups to a choice: pure functions, the same for either half of the prompts. No torch.
+"""From measured speed-ups to a recommendation: pure functions, for one half of the prompts or both. No torch.
 
 One setting serves all the given concurrencies. A fixed method is switched off where it does not pay, so there it counts
 as plain decoding; `auto` is left on and counts with its measured speed-up. The score is the mean logarithm of the
@@ -11,37 +11,20 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.bench.grid import Contender
 from paceline.bench.results import PLAIN, Cell
 from paceline.config import AUTO
 from paceline.theory import alpha_for, survival_from_counts, tokens_from_survival
 
-PAYS = 1.03  # a speed-up below that is not worth a setting
-AS_GOOD = 0.98  # share of the best fixed choice's speed-up from which `auto` is preferred: it adapts
-RIVAL = 0.92  # a second method this close on the first half is measured on the second half too
+PAYS = 1.03  # speed-up; a lower one is not worth a setting
+AS_GOOD = 0.98  # share of the best fixed setting's speed-up from which `auto` is preferred: it adapts
+RIVAL = 0.92  # share of the best speed-up from which a second drafter is measured on the second half too
 CHOSEN_ERROR = 0.05  # standard error added to a figure that was chosen for being the highest: part of it is luck
 UNKNOWN_ERROR = 0.08  # standard error of a figure without an interval
-INTERVAL = 2.0  # half a 95 % interval, in standard errors
+INTERVAL = 2.0  # standard errors; half a 95 % interval
 
 OFF = Contender(PLAIN)
-
-
-@dataclass(frozen=True)
-class Drafted(Contender):
-    """A contender that may use a certain draft model."""
-
-    draft_model: str = ""
-
-    @property
-    def label(self) -> str:
-        name = Path(self.draft_model).name
-        return f"{AUTO} with {name}" if self.method == AUTO else f"{name} k={self.k}"
-
-
-def draft_model_of(contender: Contender) -> str | None:
-    return contender.draft_model if isinstance(contender, Drafted) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +38,12 @@ class Figure:
     decode_ratio: float | None = None  # of the time after every request's first token
     tau: float | None = None
     acceptance_rate: float | None = None  # accepted tokens over drafted ones
-    alpha: float | None = None  # the constant acceptance that gives the same tokens per draft, counted by depth
+    alpha: float | None = None  # constant acceptance with the measured tokens per draft, counted by depth
     tokens_per_answer: float = 0.0
 
     @classmethod
     def of(cls, cell: Cell, *, interval: bool) -> Figure | None:
-        """None where too little was measured."""
+        """Return a cell's figure; None where too little was measured."""
         if cell.speedup is None:
             return None
         survival = survival_from_counts(cell.drafted_per_position, cell.accepted_per_position)
@@ -82,12 +65,12 @@ class Figure:
 
     @property
     def surely_pays(self) -> bool:
-        """Pays beyond chance: of several choices that gain nothing, one always looks a little better."""
+        """Whether it pays beyond chance: of several settings that gain nothing, one always looks a little better."""
         return self.pays and self.bounds[0] > 1
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The interval; as wide as it might be where none was given."""
+        """The interval; without one, the interval of UNKNOWN_ERROR."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
         reach = math.exp(INTERVAL * self.error)
@@ -101,51 +84,52 @@ class Figure:
         return max(math.log(self.high / self.low) / (2 * INTERVAL), 1e-3)
 
 
-Figures = Mapping[tuple[int, Contender], Figure]  # by concurrency and contender; plain decoding is not among them
+Figures = Mapping[tuple[int, Contender], Figure]  # by concurrency and contender, plain decoding left out
 
 
 def combined(predicted: Figures, measured: Figures) -> Figures:
-    """Both halves, weighted by their precision; the first alone at concurrencies the check did not reach.
+    """Weight both halves by their precision; the first alone counts at concurrencies that were not checked.
 
     Once anything was checked only the checked contenders count, so that all are known at the same concurrencies.
     """
     if not measured:
         return predicted
     levels, contenders = set(levels_of(measured)), set(contenders_of(measured))
-    both = {key: _both(predicted.get(key), figure) for key, figure in measured.items()}
-    rest = {key: found for key, found in predicted.items() if key[0] not in levels and key[1] in contenders}
-    return {**both, **rest}
+    both = {key: _weighted(predicted.get(key), figure) for key, figure in measured.items()}
+    unchecked = {key: figure for key, figure in predicted.items() if key[0] not in levels and key[1] in contenders}
+    return {**both, **unchecked}
 
 
-def _both(predicted: Figure | None, measured: Figure) -> Figure:
+def _weighted(predicted: Figure | None, measured: Figure) -> Figure:
     if predicted is None:
         return measured
     weights = 1 / (predicted.error**2 + CHOSEN_ERROR**2), 1 / measured.error**2
     logs = math.log(predicted.ratio), math.log(measured.ratio)
     centre = sum(weight * log for weight, log in zip(weights, logs, strict=True)) / sum(weights)
     reach = INTERVAL / math.sqrt(sum(weights))
-    bounds = math.exp(centre - reach), math.exp(centre + reach)
-    return dataclasses.replace(measured, ratio=math.exp(centre), low=bounds[0], high=bounds[1])
+    return dataclasses.replace(
+        measured, ratio=math.exp(centre), low=math.exp(centre - reach), high=math.exp(centre + reach)
+    )
 
 
-def levels_of(found: Figures) -> list[int]:
-    return sorted({level for level, _ in found})
+def levels_of(figures: Figures) -> list[int]:
+    return sorted({level for level, _ in figures})
 
 
-def contenders_of(found: Figures) -> list[Contender]:
-    return list(dict.fromkeys(contender for _, contender in found))
+def contenders_of(figures: Figures) -> list[Contender]:
+    return list(dict.fromkeys(contender for _, contender in figures))
 
 
-def of_contender(found: Figures, contender: Contender) -> dict[int, Figure]:
-    return {level: figure for (level, other), figure in found.items() if other == contender}
+def by_level(figures: Figures, contender: Contender) -> dict[int, Figure]:
+    return {level: figure for (level, other), figure in figures.items() if other == contender}
 
 
-# -- the choice
+# -- the recommendation
 
 
 @dataclass(frozen=True)
-class Choice:
-    """`up_to`: the highest concurrency, of those measured, at which it pays; 0: none."""
+class Recommendation:
+    """`up_to`: the highest measured concurrency at which it pays; 0: none."""
 
     contender: Contender
     up_to: int = 0
@@ -155,57 +139,54 @@ class Choice:
         return self.contender == OFF
 
 
-def score(found: Figures, contender: Contender) -> float:
-    """Mean logarithm of the speed-up over the concurrencies at which it is known; plain decoding scores 0."""
-    ratios = [figure.ratio for figure in of_contender(found, contender).values()]
+def score(figures: Figures, contender: Contender) -> float:
+    """Return the mean logarithm of the speed-up over the measured concurrencies; plain decoding scores 0."""
+    ratios = [figure.ratio for figure in by_level(figures, contender).values()]
     if contender.method != AUTO:
         ratios = [max(ratio, 1.0) for ratio in ratios]
     return sum(map(math.log, ratios)) / len(ratios) if ratios else 0.0
 
 
-def ranked(found: Figures, *, auto: bool = False) -> list[Contender]:
-    """Fixed choices, or those of `auto`, the best first; of equals the shorter draft."""
-    chosen = [contender for contender in contenders_of(found) if (contender.method == AUTO) == auto]
-    return sorted(chosen, key=lambda contender: (-score(found, contender), contender.k or 0))
+def ranked(figures: Figures, *, auto: bool = False) -> list[Contender]:
+    """Sort the fixed settings, or those of `auto`, the best first; of equals the shorter draft."""
+    contenders = [contender for contender in contenders_of(figures) if (contender.method == AUTO) == auto]
+    return sorted(contenders, key=lambda contender: (-score(figures, contender), contender.k or 0))
 
 
-def up_to(found: Figures, contender: Contender) -> int:
-    return max((level for level, figure in of_contender(found, contender).items() if figure.pays), default=0)
+def up_to(figures: Figures, contender: Contender) -> int:
+    return max((level for level, figure in by_level(figures, contender).items() if figure.pays), default=0)
 
 
-def pays_somewhere(found: Figures, contender: Contender) -> bool:
-    return any(figure.surely_pays for figure in of_contender(found, contender).values())
+def pays_somewhere(figures: Figures, contender: Contender) -> bool:
+    return any(figure.surely_pays for figure in by_level(figures, contender).values())
 
 
 def to_check(predicted: Figures, *, rival: bool = True) -> list[Contender]:
-    """The best fixed choice, a rival of another drafter if it is close, and the best `auto`."""
+    """Choose the best fixed setting, one of another drafter if it is close, and the best `auto`."""
     fixed = ranked(predicted)
-    chosen = fixed[:1]
-    if chosen and rival:
-        others = [each for each in fixed if _drafter(each) != _drafter(chosen[0])]
-        if others and score(predicted, others[0]) >= score(predicted, chosen[0]) + math.log(RIVAL):
-            chosen.append(others[0])
-    return [*chosen, *ranked(predicted, auto=True)[:1]]
+    checked = fixed[:1]
+    if checked and rival:
+        best = checked[0]
+        others = [each for each in fixed if (each.method, each.draft_model) != (best.method, best.draft_model)]
+        if others and score(predicted, others[0]) >= score(predicted, best) + math.log(RIVAL):
+            checked.append(others[0])
+    return [*checked, *ranked(predicted, auto=True)[:1]]
 
 
-def _drafter(contender: Contender) -> tuple[str, str | None]:
-    return contender.method, draft_model_of(contender)
+def recommend(figures: Figures) -> Recommendation:
+    """Choose the best setting: `auto` where it is as good, plain decoding where nothing pays."""
+    least = math.log(PAYS) / max(len(levels_of(figures)), 1)  # paying at one concurrency is enough
+    fixed = ranked(figures)
+    best = fixed[0] if fixed and pays_somewhere(figures, fixed[0]) else OFF
+    for auto in ranked(figures, auto=True):
+        gain = score(figures, auto)
+        if pays_somewhere(figures, auto) and gain >= max(least, score(figures, best) + math.log(AS_GOOD)):
+            return Recommendation(auto, up_to(figures, auto))
+    return Recommendation(best, up_to(figures, best)) if score(figures, best) >= least else Recommendation(OFF)
 
 
-def decide(found: Figures) -> Choice:
-    """The best contender; `auto` where it is as good; off where nothing pays."""
-    least = math.log(PAYS) / max(len(levels_of(found)), 1)  # paying at one concurrency is enough
-    fixed = ranked(found)
-    best = fixed[0] if fixed and pays_somewhere(found, fixed[0]) else OFF
-    for auto in ranked(found, auto=True):
-        gain = score(found, auto)
-        if pays_somewhere(found, auto) and gain >= max(least, score(found, best) + math.log(AS_GOOD)):
-            return Choice(auto, up_to(found, auto))
-    return Choice(best, up_to(found, best)) if score(found, best) >= least else Choice(OFF)
-
-
-def levels_between(found: Figures, contender: Contender) -> list[int]:
-    """Powers of two between the highest concurrency at which it pays and the next one measured: where does it stop?"""
-    highest = up_to(found, contender)
-    above = min((level for level in levels_of(found) if level > highest), default=0)
+def levels_between(figures: Figures, contender: Contender) -> list[int]:
+    """Return the powers of two between the highest concurrency at which it pays and the next one measured."""
+    highest = up_to(figures, contender)
+    above = min((level for level in levels_of(figures) if level > highest), default=0)
     return [level for level in (2**power for power in range(9)) if highest < level < above] if highest else []

@@ -1,43 +1,181 @@
-"""Times on this machine: of a step by sequences and drafted tokens, each drafter's time and memory, int8 activations.
+"""The subject of advice: a loaded model whose engines are measured and probed, and what its steps and drafters cost.
 
-Steps are timed whole, on the real engine, with drafts of a chosen size that are rejected. The sizes are measured in
-turn, round after round in a new random order, and the median of each counts: a machine that is slow for a second does
-not make one size look expensive.
+A draft model is loaded once and shared by all engines that use it. One that cannot serve this target is left out with
+its reason; one that does not exist is an error, like any other name that is wrong.
+
+Steps are timed whole (pass, verification, bookkeeping), on the real engine, with drafts of a chosen size that are
+rejected. The sizes are measured in turn, round after round in a new random order, and the median of each counts: a
+machine that is slow for a second does not make one size look expensive.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import random
+import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
-from paceline.advisor.choice import Drafted
-from paceline.advisor.cost import ActivationsCost, DrafterCost, PassCost
-from paceline.advisor.machine import Machine
-from paceline.bench.draft_models import DraftModel
+from paceline.advisor.choice import OFF
+from paceline.bench.draft_models import MEMORY_SHARE, DraftModel, load_draft_model
+from paceline.bench.engines import Engines, room_for
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
-from paceline.config import SpeculationConfig
+from paceline.build import make_engine, trained_folders
+from paceline.config import AUTO, ModelConfig, SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as TokenSequence
 from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.model.draft_model import CATCH_UP, DraftModelDrafter
+from paceline.drafters.model.draft_model import CATCH_UP
 from paceline.engine.drafter_set import CATCHING_UP
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
-from paceline.models.load.open_model import LoadedModel
+from paceline.engine.engine import Engine
+from paceline.engine.policy.interface import DraftPlan, LearnsNothing, Policy
+from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
+from paceline.models.kernels import INT8
+from paceline.models.load.hub import PullProgress, resolve
+from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.models.quant.distance import Alone, distance
+from paceline.platform import cpu
 from paceline.sampling_params import SamplingParams
 
-SHORT = 48  # tokens of context
-MOST_DRAFTED = 256  # tokens of one step, all sequences together
-ROUNDS, MOST_ROUNDS = 3, 12
-LEVEL_S = 3.0  # of measuring each number of sequences
-DRAFT_DEPTH = 4
+CONTEXT = 48  # tokens; of every sequence when its steps are timed
+MAX_DRAFTED = 256  # tokens; of one step, all sequences together
+MIN_ROUNDS, MAX_ROUNDS = 3, 12
+LEVEL_S = 3.0  # seconds; of measuring each number of sequences, beyond MIN_ROUNDS
+DRAFT_DEPTH = 4  # tokens; of a draft whose drafter is timed
+PASS_ROWS = (1, 4, 8, 16)  # rows; of the passes that compare activations
+PASS_ROUNDS = 7  # the least of them counts: other processes only add time
+MAX_COMPARED, LONGEST = 16, 128  # prompts that compare activations, and tokens of each
+
+
+class AdviceSubject(Engines):
+    def __init__(
+        self, model: str, *, draft_models: Sequence[str] = (), progress: PullProgress | None = None, **options: Any
+    ) -> None:
+        super().__init__(model, [OFF], progress=progress, **options)
+        self.clock: Callable[[], float] = time.perf_counter
+        self._options = {name: options[name] for name in ("dtype", "device", "threads") if name in options}
+        self.draft_models: list[DraftModel] = []
+        self.refused: dict[str, str] = {}  # draft model -> reason why it is left out
+        for name in dict.fromkeys(draft_models):
+            try:
+                self.draft_models.append(load_draft_model(name, resolve(name, progress), self.loaded))
+            except (InvalidParameter, UnsupportedModel, DeviceError) as problem:
+                self.refused[name] = str(problem).removeprefix("draft_model: ")
+
+    def with_int8(self) -> LoadedModel | None:
+        """Load the model again with int8 activations; None without kernels, weights or memory for it."""
+        if not self.loaded.kind.is_blocks or not _fits_twice(self.path):
+            return None
+        try:
+            return load_model(self.path, activations=INT8, **self._options)
+        except (InvalidParameter, DeviceError):
+            return None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.loaded.config
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods that `auto` has without a draft model: lookups and trained drafters."""
+        return [drafter.name for drafter in self.drafters(Contender(AUTO))]
+
+    def draft_models_for(self, contender: Contender) -> list[DraftModel]:
+        return [model for model in self.draft_models if model.name == contender.draft_model]
+
+    def drafter(self, contender: Contender) -> Drafter:
+        """Make the contender's one drafter."""
+        drafters = self.drafters(contender)
+        if contender.draft_model is not None:
+            return drafters[-1]
+        return next(drafter for drafter in drafters if drafter.name == contender.method)
+
+    def weight_bytes(self, contender: Contender) -> int:
+        """Return the size of the contender's draft model, or trained drafter."""
+        if models := self.draft_models_for(contender):
+            return models[0].weight_bytes
+        folders = trained_folders(self.loaded, SpeculationConfig(method=contender.method, drafter=self._drafter))
+        return sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+
+    def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
+        """Build an engine for `sequences` sequences of up to `length` tokens, which shares no prefixes."""
+        return make_engine(self.loaded, room_for(sequences, length, prefix_caching=False), drafters, policy)
+
+
+def _fits_twice(path: Path) -> bool:
+    """Whether the free memory holds a model's weights once more."""
+    files = path.iterdir() if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf"))
+    free = cpu.memory().available
+    return not free or size <= MEMORY_SHARE * free
+
+
+# -- costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCost:
+    """Seconds of a step without drafting. Measured within one minute, so ratios hold when the machine slows down."""
+
+    decode: Mapping[int, Mapping[int, float]]  # sequences -> drafted tokens of all of them together -> seconds
+
+    def step_s(self, sequences: int, drafted: int) -> float:
+        return interpolated({count: interpolated(curve, drafted) for count, curve in self.decode.items()}, sequences)
+
+    def verify_cost(self, sequences: int, k: int) -> float:
+        """v(k): a pass that checks k tokens of each sequence, in plain passes of as many sequences."""
+        return self.step_s(sequences, sequences * k) / self.step_s(sequences, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterCost:
+    method: str
+    draft_model: str | None = None
+    seconds: Mapping[int, float]  # of each token drafted ahead, by sequences that draft together
+    memory_bytes: int
+    kv_bytes: int = 0  # more for every token of context
+    most_bytes: int = 0  # upper bound of its store of earlier answers; 0: it has none
+
+    def serves(self, contender: Contender) -> bool:
+        return (self.method, self.draft_model) == (contender.method, contender.draft_model)
+
+    def at(self, sequences: int) -> float:
+        """Return the seconds of a token drafted ahead for `sequences` sequences together."""
+        return interpolated(self.seconds, sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsCost:
+    """Cost and effect of int8 activations."""
+
+    float32_s: Mapping[int, float]  # of a pass, by its rows
+    int8_s: Mapping[int, float]
+    distance: Mapping[str, float]
+
+    def share(self, rows: int) -> float:
+        return self.int8_s[rows] / self.float32_s[rows]
+
+
+def interpolated(points: Mapping[int, float], at: float) -> float:
+    """Interpolate linearly; constant before the first point, as steep as before it after the last."""
+    known = sorted(points)
+    if len(known) == 1 or at <= known[0]:
+        return points[known[0]]
+    above = min(bisect.bisect_left(known, at), len(known) - 1)
+    low, high = known[above - 1], known[above]
+    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
+
+
+# -- steps
 
 
 class RejectedDrafter(HostDrafter):
@@ -68,43 +206,41 @@ class FixedPlan(LearnsNothing):
         return [DraftPlan(self.method, each + (at < rest)) for at in range(len(sequences))]
 
 
-def profile(subject: Machine, levels: Sequence[int], plan: Plan, on_progress: OnProgress = lambda *_: None) -> PassCost:
-    sequences = probed_levels(max(levels))
+def pass_cost(subject: AdviceSubject, plan: Plan, on_progress: OnProgress = lambda *_: None) -> PassCost:
+    """Time steps of 1, 4, 16, ... sequences, up to the plan's highest concurrency."""
+    most = max(plan.concurrencies)
+    counts = sorted({most, *(4**power for power in range(5) if 4**power < most)})
     decode: dict[int, dict[int, float]] = {}
-    for done, count in enumerate(sequences):
-        on_progress(done, len(sequences), f"timing passes, {count} at once")
-        times = _decode_times(subject, RejectedDrafter(subject.config.vocab_size), count, drafted_sizes(count), plan)
+    for done, count in enumerate(counts):
+        on_progress(done, len(counts), f"timing passes, {count} at once")
+        drafter = RejectedDrafter(subject.config.vocab_size)
+        seconds = _step_seconds(subject, drafter, count, drafted_sizes(count), plan)
         # More rows never take less time: where they seem to, it is noise.
-        decode[count] = dict(zip(times, itertools.accumulate(times.values(), max), strict=True))
+        decode[count] = dict(zip(seconds, itertools.accumulate(seconds.values(), max), strict=True))
     return PassCost(decode=decode)
 
 
-def probed_levels(most: int) -> list[int]:
-    """1, 4, 16, ... and the highest concurrency given."""
-    return sorted({most, *(4**power for power in range(5) if 4**power < most)})
-
-
 def drafted_sizes(sequences: int) -> list[int]:
-    """Few tokens at first, for not every sequence has a draft in every step, up to 16 for each."""
-    most = min(16 * sequences, MOST_DRAFTED)
+    """Return numbers of tokens: dense where few sequences have a draft, up to 16 for each sequence."""
+    most = min(16 * sequences, MAX_DRAFTED)
     return sorted({0, most, *(size for size in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128) if size < most)})
 
 
-def _decode_times(
-    subject: Machine, drafter: Drafter, sequences: int, sizes: Sequence[int], plan: Plan
+def _step_seconds(
+    subject: AdviceSubject, drafter: Drafter, sequences: int, sizes: Sequence[int], plan: Plan
 ) -> dict[int, float]:
-    """Seconds of a step by the tokens drafted in it; empty where the drafter never finishes reading the prompts."""
-    policy, steps = FixedPlan(drafter.name, sequences), len(sizes) * (MOST_ROUNDS + 1)
-    reading = 4 + 2 * sequences * SHORT // CATCH_UP  # steps: all sequences go on while the last are being read
-    length = SHORT + 2 * reading + (steps + 1) * (1 + -(-max(sizes) // sequences))
+    """Time a step by the tokens drafted in it; empty where the drafter never finishes reading the prompts."""
+    policy, steps = FixedPlan(drafter.name, sequences), len(sizes) * (MAX_ROUNDS + 1)
+    reading = 4 + 2 * sequences * CONTEXT // CATCH_UP  # steps: all sequences go on while the last are being read
+    length = CONTEXT + 2 * reading + (steps + 1) * (1 + -(-max(sizes) // sequences))
     engine = subject.probe([drafter], policy, sequences=sequences, length=length)
     seed = 7 if plan.temperature > 0 else None
     params = SamplingParams(
         temperature=plan.temperature, max_tokens=engine.max_model_len, seed=seed, ignore_eos=True
     ).resolve(subject.defaults)
-    text = list(subject.encode(WARM_UP, [])) * SHORT
+    text = list(subject.encode(WARM_UP, [])) * CONTEXT
     for index in range(sequences):
-        engine.add_request(str(index), text[index % SHORT :][:SHORT], params)
+        engine.add_request(str(index), text[index % CONTEXT :][:CONTEXT], params)
     running = engine.scheduler.sequences
     while any(not sequence.decoding for sequence in running()):
         engine.step()
@@ -122,35 +258,44 @@ def _decode_times(
 
 
 def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable[[int], None]) -> dict[int, float]:
-    """Median seconds of each size, run 3 times at least, more while there is time; the first round is not counted."""
-    times: dict[int, list[float]] = {size: [] for size in sizes}
+    """Return the median seconds of each size; the first round is not counted."""
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
     noise, order = random.Random(0), list(sizes)
     began = clock()
-    for turn in range(MOST_ROUNDS + 1):
-        if turn > ROUNDS and clock() - began > LEVEL_S:
+    for turn in range(MAX_ROUNDS + 1):
+        if turn > MIN_ROUNDS and clock() - began > LEVEL_S:
             break
         noise.shuffle(order)
         for size in order:
             started = clock()
             run(size)
             if turn:
-                times[size].append(clock() - started)
-    return {size: median(found) for size, found in times.items()}
+                seconds[size].append(clock() - started)
+    return {size: median(values) for size, values in seconds.items()}
 
 
 # -- drafters
 
 
-def method_cost(subject: Machine, method: str, cost: PassCost, plan: Plan, tokens: Sequence[int]) -> DrafterCost:
-    """Measure a lookup alone, a trained drafter in the steps of an engine."""
-    drafter = next(each for each in subject.drafters(Contender(method)) if each.name == method)
-    if drafter.taps or drafter.kv_layers:
-        return _trained_drafter(subject, method, cost, plan)
-    return _lookup(subject, drafter, tokens)
+def drafter_cost(
+    subject: AdviceSubject, contender: Contender, cost: PassCost, plan: Plan, tokens: Sequence[int]
+) -> DrafterCost:
+    """Measure a lookup alone, on a prompt's `tokens`, and a drafter with a model in the steps of an engine."""
+    drafter = subject.drafter(contender)
+    if not drafter.taps and not drafter.kv_layers:
+        return _lookup_cost(subject, drafter, tokens)
+    value_bytes = subject.loaded.decoder.cache_dtype.itemsize
+    return DrafterCost(
+        method=contender.method,
+        draft_model=contender.draft_model,
+        seconds=_seconds_in_steps(subject, contender, cost, plan),
+        memory_bytes=subject.weight_bytes(contender),
+        kv_bytes=sum(2 * spec.num_kv_heads * spec.head_dim * value_bytes for spec in drafter.kv_layers),
+    )
 
 
-def _lookup(subject: Machine, drafter: Drafter, tokens: Sequence[int]) -> DrafterCost:
-    """Measure a drafter without a model: its memory after reading a prompt, and its time to draft then."""
+def _lookup_cost(subject: AdviceSubject, drafter: Drafter, tokens: Sequence[int]) -> DrafterCost:
+    """Measure a lookup's memory after reading a prompt, and its time to draft then."""
     sequence = TokenSequence("0", tokens[:1], SamplingParams().resolve(subject.defaults), max_len=len(tokens))
     tracemalloc.start()
     drafter.admit(sequence, 0, 0)
@@ -160,7 +305,7 @@ def _lookup(subject: Machine, drafter: Drafter, tokens: Sequence[int]) -> Drafte
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     spent = []
-    for _ in range(2 * ROUNDS):
+    for _ in range(2 * MIN_ROUNDS):
         started = subject.clock()
         drafter.propose([DraftRequest(sequence, DRAFT_DEPTH)])
         spent.append(subject.clock() - started)
@@ -169,62 +314,27 @@ def _lookup(subject: Machine, drafter: Drafter, tokens: Sequence[int]) -> Drafte
     return DrafterCost(method=drafter.name, seconds=seconds, memory_bytes=held, most_bytes=bound)
 
 
-def _trained_drafter(subject: Machine, method: str, cost: PassCost, plan: Plan) -> DrafterCost:
-    def made() -> Drafter:
-        return next(each for each in subject.drafters(Contender(method)) if each.name == method)
-
-    value_bytes = subject.loaded.decoder.cache_dtype.itemsize
-    return DrafterCost(
-        method=method,
-        seconds=_seconds_in_steps(subject, made, cost, plan),
-        memory_bytes=subject.trained_bytes(method),
-        kv_bytes=sum(2 * spec.num_kv_heads * spec.head_dim * value_bytes for spec in made().kv_layers),
-    )
-
-
-def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Plan) -> DrafterCost:
-    def made() -> Drafter:
-        return subject.drafters(Drafted(DraftModelDrafter.name, None, model.name))[-1]
-
-    seconds = _seconds_in_steps(subject, made, cost, plan)
-    return DrafterCost(
-        method=DraftModelDrafter.name,
-        draft_model=model.name,
-        seconds=seconds,
-        memory_bytes=model.weight_bytes,
-        kv_bytes=model.kv_bytes,
-    )
-
-
-def _seconds_in_steps(subject: Machine, made: Callable[[], Drafter], cost: PassCost, plan: Plan) -> dict[int, float]:
+def _seconds_in_steps(subject: AdviceSubject, contender: Contender, cost: PassCost, plan: Plan) -> dict[int, float]:
     """Return the seconds that one drafted token adds to a step, by sequences: against free drafts of the same size.
 
-    Numbers of sequences for which the drafter never finishes reading the prompts are left out and extrapolated from
-    fewer.
+    Numbers of sequences for which the drafter never finishes reading the prompts are left out, to be extrapolated.
     """
     seconds: dict[int, float] = {}
     for count in cost.decode:
         drafted = DRAFT_DEPTH * count
-        for took in _decode_times(subject, made(), count, [drafted], plan).values():
-            seconds[count] = max(took - cost.decoding(count, drafted), 0.0) / DRAFT_DEPTH
+        for took in _step_seconds(subject, subject.drafter(contender), count, [drafted], plan).values():
+            seconds[count] = max(took - cost.step_s(count, drafted), 0.0) / DRAFT_DEPTH
     return seconds
 
 
 # -- activations
 
-PASS_ROWS = (1, 4, 8, 16)
-PASS_ROUNDS = 7  # the least of them counts: other processes only add time
-MOST_PROMPTS, LONGEST = 16, 128  # that are compared, and tokens of each
-
 
 def activations_cost(
-    loaded: LoadedModel,
-    rounded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    clock: Callable[[], float],
+    loaded: LoadedModel, rounded: LoadedModel, prompts: Sequence[Sequence[int]], clock: Callable[[], float]
 ) -> ActivationsCost:
     """`rounded`: the same model with int8 activations."""
-    longest = SHORT + max(PASS_ROWS)
+    longest = CONTEXT + max(PASS_ROWS)
     tokens = [at % loaded.config.vocab_size for at in range(3, 3 + longest)]
     sequences = [Alone(model.decoder, longest) for model in (loaded, rounded)]
     for sequence in sequences:
@@ -232,11 +342,12 @@ def activations_cost(
     least: list[dict[int, float]] = [dict.fromkeys(PASS_ROWS, float("inf")) for _ in sequences]
     for _ in range(PASS_ROUNDS):
         for rows in PASS_ROWS:
-            for sequence, found in zip(sequences, least, strict=True):
-                begun = clock()
-                sequence.logits(tokens[SHORT : SHORT + rows], SHORT)
-                found[rows] = min(found[rows], clock() - begun)
-    compared = [prompt[:LONGEST] for prompt in prompts[:: max(1, len(prompts) // MOST_PROMPTS)][:MOST_PROMPTS]]
+            for sequence, seconds in zip(sequences, least, strict=True):
+                started = clock()
+                sequence.logits(tokens[CONTEXT : CONTEXT + rows], CONTEXT)
+                seconds[rows] = min(seconds[rows], clock() - started)
+    compared = [prompt[:LONGEST] for prompt in prompts[:: max(1, len(prompts) // MAX_COMPARED)][:MAX_COMPARED]]
     float32_s, int8_s = least
-    moved = distance(loaded.decoder, rounded.decoder, compared)
-    return ActivationsCost(float32_s=float32_s, int8_s=int8_s, distance=moved)
+    return ActivationsCost(
+        float32_s=float32_s, int8_s=int8_s, distance=distance(loaded.decoder, rounded.decoder, compared)
+    )

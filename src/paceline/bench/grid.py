@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.bench.results import PLAIN
 from paceline.config import AUTO, MAX_K
@@ -17,6 +18,7 @@ MAX_CONCURRENCY = 256
 class Contender:
     method: str
     k: int | None = None  # None: nothing is drafted, or the policy chooses each step
+    draft_model: str | None = None  # of several, the one that drafts
 
     @property
     def takes_k(self) -> bool:
@@ -24,6 +26,9 @@ class Contender:
 
     @property
     def label(self) -> str:
+        if self.draft_model is not None:
+            name = Path(self.draft_model).name
+            return f"{AUTO} with {name}" if self.method == AUTO else f"{name} k={self.k}"
         if self.takes_k:
             return f"{self.method} k={AUTO if self.k is None else self.k}"
         return "plain" if self.method == PLAIN else AUTO

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from paceline.advisor.advice import FILES, Advice
-from paceline.advisor.halves import check_halves, halves
+from paceline.advisor.advise import LENGTHS, QUICK_LENGTHS, Advisor, check_halves, halves
+from paceline.advisor.result import FILES, Advice
 from paceline.bench.grid import concurrencies
 from paceline.bench.prompts import Prompt, from_file, shipped
 from paceline.bench.runner import Plan
@@ -73,10 +73,9 @@ def run(options: AdviseOptions, prompts: list[Prompt], plan: Plan) -> tuple[Advi
     settings = {**settings_of(plan, options.prompts, prompts), "draft_models": draft_models, "quick": quick}
     with live() as bar:
         bar.stage("starting")
-        from paceline.advisor.advise import LENGTHS, QUICK_LENGTHS, Advisor
-        from paceline.advisor.machine import Machine
+        from paceline.advisor.subject import AdviceSubject
 
-        subject = Machine(
+        subject = AdviceSubject(
             options.model, draft_models=draft_models, progress=bar.load, raw=options.raw, **options.load_options
         )
         for draft_model, why in subject.refused.items():

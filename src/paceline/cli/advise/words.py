@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from paceline.advisor.advice import Advice, paceline_config, paceline_flags
-from paceline.advisor.choice import Choice, Figure, levels_of, of_contender
-from paceline.advisor.cost import ActivationsCost
+from typing import TYPE_CHECKING
+
+from paceline.advisor.choice import Figure, Recommendation, by_level, levels_of
+from paceline.advisor.result import Advice, paceline_config, paceline_flags
 from paceline.bench.report.words import at_once, listed, seconds, seeded
 from paceline.cli.output import human_bytes, print_note
 from paceline.config import AUTO
+
+if TYPE_CHECKING:
+    from paceline.advisor.subject import ActivationsCost
 
 OFF_BY = 0.15  # a larger error of a prediction is reported
 
@@ -17,7 +21,7 @@ def print_advice(advice: Advice) -> None:
         print(sentence)
     if advice.predicted:
         _print_table(advice)
-    if advice.choice is not None:
+    if advice.recommendation is not None:
         for line in settings(advice):
             print(line)
     for note in notes(advice):
@@ -26,46 +30,44 @@ def print_advice(advice: Advice) -> None:
 
 def sentences(advice: Advice) -> list[str]:
     """The advice, and the reasons against more."""
-    choice = advice.choice
-    if choice is None:
+    best = advice.recommendation
+    if best is None:
         return ["Nothing can be advised yet: the run ended before a prediction."]
     levels = levels_of(advice.known)
-    reasons = {level: found.words for level in levels if (found := advice.reason(level))}
-    if choice.off:
+    reasons = {level: reason.words for level in levels if (reason := advice.reason(level))}
+    if best.off:
         first = min(reasons, default=None)
         why = "Nothing that was tried is surely faster than plain decoding." if first is None else reasons[first]
         return [f"Leave speculation off. {why}"]
-    lines = [f"{_what(advice, choice)} {_gains(advice, choice)}"]
+    lines = [f"{_what(advice, best)} {_gains(advice, best)}"]
     if advice.not_yet:
         lines.append(f"With {listed([at_once(level) for level in advice.not_yet])} it gains nothing.")
     if advice.stops_at is not None:
-        if choice.contender.method == AUTO:
+        if best.contender.method == AUTO:
             lines.append(f"From {advice.stops_at} requests at once it gains nothing, and mostly drafts nothing.")
         else:
             lines.append(f"Switch it off from {advice.stops_at} requests at once.")
-    short_repr = next((reasons[level] for level in reasons), None)
-    return [*lines, *([short_repr] if short_repr else [])]
+    return [*lines, *list(reasons.values())[:1]]
 
 
-def _what(advice: Advice, choice: Choice) -> str:
-    if choice.contender.method != AUTO:
-        return f"Use {choice.contender.label}."
-    what = "Keep the default, auto" if choice.contender.label == AUTO else f"Use {choice.contender.label}"
-    best = advice.best_fixed
-    if best is None:
+def _what(advice: Advice, best: Recommendation) -> str:
+    label, fixed = best.contender.label, advice.best_fixed
+    if best.contender.method != AUTO:
+        return f"Use {label}."
+    what = "Keep the default, auto" if label == AUTO else f"Use {label}"
+    if fixed is None:
         return f"{what}: no fixed setting pays."
-    return f"{what}: it is as good as the best fixed setting ({best.label}), and adapts."
+    return f"{what}: it is as good as the best fixed setting ({fixed.label}), and adapts."
 
 
-def _gains(advice: Advice, choice: Choice) -> str:
-    """The gains that the check measured, and those known from the first half only."""
+def _gains(advice: Advice, best: Recommendation) -> str:
+    """Say the gains that the check measured, and those known from the first half only."""
     checked = set(levels_of(advice.measured))
-    rest = {key: figure for key, figure in advice.predicted.items() if key[0] not in checked}
+    unchecked = {key: figure for key, figure in advice.predicted.items() if key[0] not in checked}
     lines = []
-    for verb, found in (("Measured", advice.measured), ("Predicted, not checked", rest)):
-        mine = of_contender(found, choice.contender).items()
-        if mine:
-            lines.append(f"{verb}: {listed([f'{figure.ratio:.2f}x with {at_once(level)}' for level, figure in mine])}")
+    for verb, figures in (("Measured", advice.measured), ("Predicted, not checked", unchecked)):
+        if gains := by_level(figures, best.contender).items():
+            lines.append(f"{verb}: {listed([f'{figure.ratio:.2f}x with {at_once(level)}' for level, figure in gains])}")
     return f"{'; '.join(lines)}, where plain decoding is 1."
 
 
@@ -76,7 +78,7 @@ def _print_table(advice: Advice) -> None:
         [
             str(level),
             contender.label,
-            *(_figure(found.get((level, contender))) for found in (advice.predicted, advice.measured)),
+            *(_figure(half.get((level, contender))) for half in (advice.predicted, advice.measured)),
         ]
         for level, contender in advice.known
     ]
@@ -91,8 +93,8 @@ def _figure(figure: Figure | None) -> str:
 
 
 def settings(advice: Advice) -> list[str]:
-    assert advice.choice is not None
-    contender = advice.choice.contender
+    assert advice.recommendation is not None
+    contender = advice.recommendation.contender
     keywords = "".join(f", {name}={value!r}" for name, value in paceline_config(contender).items())
     vllm = advice.vllm
     lines = [
@@ -111,8 +113,8 @@ def notes(advice: Advice) -> list[str]:
         cost = advice.cost
         more = [f"{k} more {cost.verify_cost(1, k):.2f}x" for k in (2, 4, 8)]
         levels = [level for level in cost.decode if level > 1]
-        many = [f"{level} requests at once {cost.decoding(level, 0) / cost.plain_s:.2f}x" for level in levels]
-        lines.append(f"a pass takes {seconds(cost.plain_s)} for one token; with {listed([*more, *many])}")
+        many = [f"{level} requests at once {cost.step_s(level, 0) / cost.step_s(1, 0):.2f}x" for level in levels]
+        lines.append(f"a pass takes {seconds(cost.step_s(1, 0))} for one token; with {listed([*more, *many])}")
     if advice.activations is not None:
         lines.append(_activations(advice.activations))
     for drafter in advice.drafters:
@@ -143,8 +145,8 @@ def _misses(advice: Advice) -> list[str]:
 
 def _activations(cost: ActivationsCost) -> str:
     times = listed([f"{cost.share(rows):.2f}x for {rows} row{'s' if rows > 1 else ''}" for rows in cost.int8_s])
-    found = cost.distance
+    same, positions, kl = (cost.distance[name] for name in ("top1_agreement", "tokens", "mean_kl"))
     return (
         f"a pass with --activations int8 takes {times}; it is another model: the likeliest token is the same at "
-        f"{found['top1_agreement']:.1%} of {found['tokens']:.0f} positions of the prompts, KL {found['mean_kl']:.4f}"
+        f"{same:.1%} of {positions:.0f} positions of the prompts, KL {kl:.4f}"
     )
