@@ -2,8 +2,7 @@
 
 Medians of replays between two events, the L2 cache flushed before each, of eager calls by the host's clock, and of
 calls as the engine makes them: until they return (host) and until the verdict stands (engine). Logits
-are normal with a deviation of 3 (some hundred tokens make up 90 %) or 1 ("flat": tens of thousands). "rejected" trees
-come from a q that has nothing to do with p, so that traversal takes every one of its turns.
+are normal with a deviation of 3 (some hundred tokens make up 90 %) or 1 ("flat": tens of thousands).
 
     python benchmarks/verify_gpu.py [--nodes 64] [--replays 30] [--vocabs 128256 49152] [--rows 1 16]
 """
@@ -24,7 +23,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.engine.sampler import Sampler
 from paceline.sampling_params import SamplingParams
-from paceline.verify import DrawKeys, Nodes, RowRules, SamplingMetadata, SamplingMode, probabilities, verify
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, SamplingMode, probabilities, verify
 
 DEVICE = torch.device("cuda")
 
@@ -51,10 +50,6 @@ CASES = (
     Case("seeded, top-p 0.9, tree", seeded=True, top_p=0.9, children=3),
     Case("block, chain", q=0.5),
     Case("block, chain, top-p 0.9", q=0.5, top_p=0.9),
-    Case("traversal, tree", q=0.5, children=3, limit_ms=0.5),
-    Case("traversal, tree, top-p 0.9", q=0.5, children=3, top_p=0.9),
-    Case("traversal, tree, rejected", q=50.0, children=3, limit_ms=0.5),
-    Case("traversal, 64 children, rejected", q=50.0, children=64),
 )
 
 
@@ -72,10 +67,7 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
     proposal, tokens = None, logits.argmax(-1).view(rows, slots)[:, torch.tensor(parents, device=DEVICE) + 1]
     if case.q is not None:
         probs = probabilities(logits + torch.randn_like(logits) * case.q)
-        drawn = torch.cat([torch.topk(part.log() + gumbel(part), case.children).indices for part in probs.split(slots)])
-        place = torch.tensor([node - parents.index(parent) for node, parent in enumerate(parents)], device=DEVICE)
-        above = torch.tensor(parents, device=DEVICE) + 1
-        tokens = drawn.view(rows, slots, -1)[:, above, place]
+        tokens = torch.multinomial(probs, 1).view(rows, slots)[:, :-1]
         proposal = Proposal(probs=probs, row_of=row_of)
     draft = Draft(
         tokens=tokens.contiguous(),
@@ -94,29 +86,20 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
         top_p=None if case.top_p is None else torch.full((rows,), case.top_p, dtype=torch.float64, device=DEVICE),
     )
     given = (draft, logits, row_of, Nodes.of(draft, seq, node, max(depth), with_path=False), metadata, draws)
-    all_rows = torch.arange(rows, device=DEVICE)
-    routes = RowRules(walk=all_rows)
-    if case.q is not None:
-        is_chain = case.children == 1
-        routes = RowRules(walk=None, chain=all_rows if is_chain else None, tree=None if is_chain else all_rows)
-    return lambda: verify(*given, max_depth=max(depth), routes=routes), as_the_engine(case, draft, logits, row_of)
+    return lambda: verify(*given, max_depth=max(depth)), as_the_engine(case, draft, logits, row_of)
 
 
 def as_the_engine(case: Case, draft: Draft, logits: Tensor, row_of: Tensor) -> Callable[[], object]:
-    """One replay, where such steps are captured: not where trees have a q, or more than 16 nodes do."""
+    """One replay, where such steps are captured: not where chains with a q have more than 16 nodes."""
     asked = {"temperature": 0.0 if case.greedy else 1.0, "top_p": case.top_p, "seed": 3 if case.seeded else None}
     params = SamplingParams(**{name: value for name, value in asked.items() if value is not None}).resolve({})
     sequences = [Sequence(str(row), [0] * 100, params, max_len=1000) for row in range(draft.batch)]
     sampler, host = Sampler(logits.shape[1], frozenset({0}), DEVICE), row_of.cpu()
     parts = {name: getattr(draft, name).cpu() for name in ("tokens", "parents", "depth", "num_nodes")}
     q = None if draft.q is None else replace(draft.q, row_of=draft.q.row_of.cpu())
-    on_host, chains = Draft(**parts, q=q), case.children == 1
+    on_host = Draft(**parts, q=q)
     sampler.warmup(logits, draft.batch, len(logits), q_rows=0 if q is None else len(logits))
-    return lambda: sampler.verify(sequences, on_host, logits, host, only_chains=chains)
-
-
-def gumbel(like: Tensor) -> Tensor:
-    return -torch.empty_like(like).exponential_().log()
+    return lambda: sampler.verify(sequences, on_host, logits, host)
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:

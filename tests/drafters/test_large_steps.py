@@ -136,8 +136,7 @@ def test_what_is_sampled_of_cut_chains_does_not_depend_on_what_is_captured(devic
 
 
 def test_trees_of_the_device_and_sampled_chains_share_a_step(device):
-    """Rows of a block drafter, greedy and seeded, beside rows of a draft model that draw by coins: no graph of
-    verification is for both."""
+    """Rows of a block drafter, greedy and seeded, beside rows of a draft model that draw by coins."""
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 256}
     target, small = decoders(device)
     ways = ({}, {"temperature": 0.6, "seed": 1}, {"temperature": 0.9})

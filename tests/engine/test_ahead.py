@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 from tests.helpers.contract_toys import Letters
-from tests.helpers.fakes import ChainDrafter, TapDrafter, TreeDrafter, requests_strategy
+from tests.helpers.fakes import ChainDrafter, DrawnChainDrafter, TapDrafter, TreeDrafter, requests_strategy
 from tests.helpers.results import rows_of
 
 EOS = 3
@@ -40,7 +40,7 @@ OPTIONS = st.sampled_from(
         *({"stop": ["ab", "ke", "c"]}, {"stop": ["hi"], "min_tokens": 4}),
     ]
 )
-METHODS = st.sampled_from(["none", "none", "chain", "tree", "tapped"])
+METHODS = st.sampled_from(["none", "none", "chain", "tree", "drawn", "tapped"])
 
 
 class Resting(ByRequest):
@@ -76,7 +76,7 @@ def test_no_answer_and_no_figure_depends_on_the_order_of_a_step(
     """Also where the order is drawn at random for every step."""
     drafted = {str(i): DraftPlan(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
     engine, _ = ahead_engine(
-        drafters=[ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()],
+        drafters=[ChainDrafter("chain"), TreeDrafter("tree"), DrawnChainDrafter("drawn"), TapDrafter()],
         policy=Resting(drafted, often),
         num_blocks=num_blocks,
         max_num_seqs=req_indices,

@@ -17,6 +17,8 @@ from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, context_logits, toy_config
 from tests.helpers.fakes import (
     ChainDrafter,
+    DrawnChainDrafter,
+    DrawnTreeDrafter,
     GreedyBudgetDrafter,
     NaNDrafter,
     NarrowDrafter,
@@ -85,7 +87,9 @@ def prompt_of(shared: int, length: int) -> list[int]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    requests_strategy(st.sampled_from(["none", "chain", "tree", "tapped"]), st.integers(0, 6)),  # method, budget
+    requests_strategy(
+        st.sampled_from(["none", "chain", "tree", "drawn", "tapped"]), st.integers(0, 6)
+    ),  # method, budget
     st.integers(14, 40),  # blocks: two of the longest sequences never fit together at the low end
     st.integers(4, 40),  # tokens per step
     st.booleans(),
@@ -97,7 +101,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(wanted, num_blocks, step_to
         max_num_seqs=4,
         max_num_batched_tokens=step_tokens,
         prefix_caching=prefix_caching,
-        drafters=[ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()],
+        drafters=[ChainDrafter("chain"), TreeDrafter("tree"), DrawnChainDrafter("drawn"), TapDrafter()],
         policy=ByRequest(choices),
     )
     requests, cancel = [], []
@@ -194,18 +198,20 @@ def test_n_answers_share_the_prompt_and_differ_by_sub_seed():
 
 
 def test_a_batch_mixes_methods_and_a_row_without_draft():
-    choices = {"chain": DraftPlan("chain", 5), "tree": DraftPlan("tree", 7), "tapped": DraftPlan("tapped", 2)}
+    budgets = {"chain": 5, "tree": 7, "drawn": 4, "tapped": 2}
     engine = make_engine(
-        drafters=[ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()], policy=ByRequest(choices), num_blocks=128
+        drafters=[ChainDrafter("chain"), TreeDrafter("tree"), DrawnChainDrafter("drawn"), TapDrafter()],
+        policy=ByRequest({name: DraftPlan(name, budget) for name, budget in budgets.items()}),
+        num_blocks=128,
     )
-    names = ["chain", "tree", "tapped", "plain"]
+    names = [*budgets, "plain"]
     sequences = run(engine, [(0, name, prompt_of(i, 5 + i), params(max_tokens=40)) for i, name in enumerate(names)])
     for i, name in enumerate(names):
         assert sequences[name][0].output_tokens == greedy_alone(prompt_of(i, 5 + i), 40)
     stats = {name: sequences[name][0].stats for name in names}
     assert stats["plain"].num_drafts == 0
     assert stats["plain"].mean_acceptance_length == 1.0
-    for name in ("chain", "tree"):
+    for name in ("chain", "tree", "drawn"):
         assert 0 < stats[name].num_accepted_tokens < stats[name].num_draft_tokens, "accepts and rejects both occur"
         assert stats[name].mean_acceptance_length > 1.0
         assert stats[name].num_committed_tokens == 40
@@ -222,6 +228,14 @@ def test_a_broken_drafter_costs_the_speculation_never_the_answer(broken):
     assert engine.drafters.failures > 0
     assert sequences["a"][0].stats.num_drafts == 0
     assert sequences["b"][0].stats.num_drafts > 0
+
+
+def test_a_tree_that_carries_q_is_refused_and_the_answer_stands(caplog):
+    engine = make_engine(drafters=[DrawnTreeDrafter("trees")], policy=ByRequest({"a": DraftPlan("trees", 4)}))
+    (sequence,) = run(engine, [(0, "a", prompt_of(0, 6), params(max_tokens=20))])["a"]
+    assert sequence.output_tokens == greedy_alone(prompt_of(0, 6), 20)
+    assert engine.drafters.failures > 0
+    assert "row 0: a tree carries q" in caplog.text
 
 
 @pytest.mark.parametrize("verb", ["index_prompt", "admit", "release"])

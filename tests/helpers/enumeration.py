@@ -224,7 +224,7 @@ class OnPaper:
         nodes = range(-1, len(tokens))
         p = [p_of(setting, (*said, *_path(tokens, parents, node))) for node in nodes]
         q = [setting.drafter.p((*said, *_path(tokens, parents, node))).tolist() for node in nodes]
-        self.stages = stages(tokens, parents, p, q)
+        self.stages = stages(tokens, p, q)
 
     def threshold(self, node):
         return next((threshold for at, threshold, _ in self.stages if at == node), 0.5)
@@ -237,36 +237,20 @@ def _ratio(p, q, token):
     return p[token] / q[token] if q[token] > 0 else 0.0
 
 
-def stages(tokens, parents, p, q):
-    """Traversal verification with real deletions, p and q by slot; on a chain it is block verification."""
-    p, q = {s - 1: list(row) for s, row in enumerate(p)}, {s - 1: list(row) for s, row in enumerate(q)}
-    left, a, found = set(range(len(tokens))), {-1: 1.0}, []
-
-    def children(node):
-        return [n for n in sorted(left) if parents[n] == node]
-
-    def recompute(node):
-        for child in children(node):
-            a[child] = min(1.0, a[node] * _ratio(p[node], q[node], tokens[child]))
-            recompute(child)
-
-    recompute(-1)
-    while left:
-        leaf = -1
-        while children(leaf):
-            leaf = children(leaf)[0]
-        found.append((leaf, a[leaf], p[leaf]))
-        left.remove(leaf)
-        u = parents[leaf]
-        r = [max(a[u] * x - y, 0.0) for x, y in zip(p[u], q[u], strict=True)]
-        total = sum(r)
-        p[u] = [x / total for x in r] if total > 0 else p[u]
-        q[u][tokens[leaf]] = 0.0
-        mass = sum(q[u])
-        q[u] = [x / mass for x in q[u]] if mass > 0 else q[u]
-        a[u] = total / (total + 1 - a[u]) if total + 1 - a[u] > 0 else a[u]
-        recompute(u)
-    return [*found, (-1, 1.0, p[-1])]
+def stages(tokens, p, q):
+    """Block verification of a chain, p and q by slot: from its last node up."""
+    scales, weights = [1.0], p[-1]
+    for node, token in enumerate(tokens):
+        scales.append(min(1.0, scales[-1] * _ratio(p[node], q[node], token)))
+    threshold, found = scales[-1], []
+    for node in reversed(range(len(tokens))):
+        found.append((node, threshold, weights))
+        scale = scales[node]
+        excess = [max(scale * x - y, 0.0) for x, y in zip(p[node], q[node], strict=True)]
+        total = sum(excess)
+        weights = [x / total for x in excess] if total > 0 else p[node]
+        threshold = total / (total + 1 - scale) if total + 1 - scale > 0 else scale
+    return [*found, (-1, 1.0, weights)]
 
 
 def stop_at(found, u):
@@ -510,14 +494,6 @@ def p_of(setting, said):
 def only_allowed(setting, logits):
     banned = [token for token in range(setting.target.vocab) if setting.allowed and token not in setting.allowed]
     return logits.index_fill(-1, torch.tensor(banned, dtype=torch.int64), -torch.inf)
-
-
-def mean_accepted(setting):
-    """Drafted tokens the first step keeps on average."""
-    rows = [((), *draft) for draft in drafts(setting.drafter, (), setting.parents, setting.ends)]
-    index, _, low, high, verdict, _ = _corners(Rows(setting, rows))
-    weights = torch.tensor([row[3] for row in rows], dtype=torch.float64)[index]
-    return float((weights * (high - low).prod(1) * verdict.num_accepted).sum())
 
 
 def check(setting, steps=2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
@@ -54,34 +55,32 @@ class ChainDrafter(FakeDrafter):
 
 
 class TreeDrafter(FakeDrafter):
-    """A random tree; children are drawn without replacement from a q that leans towards the target."""
+    """A random tree; siblings are different tokens, drawn from a distribution that leans towards the target."""
+
+    def shape(self, noise, count):
+        return [noise.randrange(-1, node) for node in range(count)]
 
     def propose(self, rows):
+        draft, _ = self.drawn(rows)
+        return draft
+
+    def drawn(self, rows):
+        """The trees, and the distribution that each slot's children were drawn from."""
         width = max(row.max_nodes for row in rows)
-        draft = Draft.empty(len(rows), width=width)
-        row_of = torch.full((len(rows), width + 1), -1)
-        probs: list[torch.Tensor] = []
+        draft, by_slot = Draft.empty(len(rows), width=width), {}
         for b, row in enumerate(rows):
             noise = random.Random(len(row.sequence.tokens) * 104729 + row.sequence.tokens[-1])
-            parents = [noise.randrange(-1, node) for node in range(row.max_nodes)]  # the shape comes first
             contexts = {-1: list(row.sequence.tokens)}
-            taken: dict[int, set[int]] = {}
-            for node, parent in enumerate(parents):
-                if row_of[b, parent + 1] < 0:
-                    row_of[b, parent + 1] = len(probs)
-                    probs.append(self.q(contexts[parent]))
-                q = probs[int(row_of[b, parent + 1])].tolist()
-                left = [t for t in range(self.vocab_size) if t not in taken.setdefault(parent, set())]
-                if not left:  # more children than tokens: end the draft here, before anything is drawn
-                    break
-                token = noise.choices(left, [q[t] for t in left])[0]
-                taken[parent].add(token)
+            for node, parent in enumerate(self.shape(noise, row.max_nodes)):
+                q = by_slot.setdefault((b, parent + 1), self.q(contexts[parent]))
+                siblings = draft.tokens[b, :node][draft.parents[b, :node] == parent].tolist()
+                left = [token for token in range(self.vocab_size) if token not in siblings]
+                token = noise.choices(left, [float(q[token]) for token in left])[0]
                 contexts[node] = [*contexts[parent], token]
                 draft.tokens[b, node], draft.parents[b, node] = token, parent
                 draft.depth[b, node] = 1 if parent < 0 else draft.depth[b, parent] + 1
                 draft.num_nodes[b] = node + 1
-        q = Proposal(probs=torch.stack(probs), row_of=row_of)
-        return Draft(**{**vars(draft), "q": q})
+        return draft, by_slot
 
     def q(self, context):
         target = torch.tensor(context_logits(context, self.vocab_size))
@@ -89,15 +88,30 @@ class TreeDrafter(FakeDrafter):
         return torch.softmax(0.8 * target + 0.5 * noise, dim=0)
 
 
+class DrawnTreeDrafter(TreeDrafter):
+    """A tree that carries q, which no draft may."""
+
+    def propose(self, rows):
+        draft, by_slot = self.drawn(rows)
+        row_of = torch.full((len(rows), draft.width + 1), -1)
+        for at, slot in enumerate(by_slot):
+            row_of[slot] = at
+        return replace(draft, q=Proposal(probs=torch.stack(list(by_slot.values())), row_of=row_of))
+
+
+class DrawnChainDrafter(DrawnTreeDrafter):
+    """A chain drawn from a q that leans towards the target."""
+
+    def shape(self, noise, count):
+        return range(-1, count - 1)
+
+
 class RaisingDrafter(FakeDrafter):
     def propose(self, rows):
         raise RuntimeError("out of ideas")
 
 
-class NaNDrafter(TreeDrafter):
-    def q(self, context):
-        return super().q(context) * float("nan") if len(context) % 2 else super().q(context)
-
+class NaNDrafter(DrawnChainDrafter):
     def propose(self, rows):
         draft = super().propose(rows)
         draft.q.probs[0, 0] = float("nan")

@@ -10,7 +10,7 @@ import torch
 
 from paceline.verify.dispatch import moved
 
-NAMES = ("judge", "process", "probabilities", "draw", "propose")
+NAMES = ("verify_rows", "process", "probabilities", "draw", "propose")
 
 
 def missing():

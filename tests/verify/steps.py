@@ -24,7 +24,7 @@ ASKED = {
     "allowed": [{"temperature": 0.7, "allowed_token_ids": range(0, 40, 2)}, {"temperature": 0.7, "seed": 3}],
     "each its own": [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "seed": 3}],
 }
-DRAFTS = ("nothing", "chains", "trees", "sampled chains", "sampled trees")
+DRAFTS = ("nothing", "chains", "trees", "sampled chains", "trees and sampled chains")
 
 
 def sequences_of(asked, count):
@@ -61,8 +61,12 @@ def step(draft, batch, width, logits, shape, generator):
     node = torch.arange(width)
     used = node < counts[:, None]
     parents = (node - 1).expand(batch, width)
+    is_tree = torch.full((batch, 1), "trees" in draft)
+    if "sampled" in draft:
+        is_tree[::2] = False
     if "trees" in draft:
-        parents = torch.minimum(torch.randint(width, (batch, width), generator=shaping), node) - 1
+        trees = torch.minimum(torch.randint(width, (batch, width), generator=shaping), node) - 1
+        parents = torch.where(is_tree, trees, parents)
     depth = torch.zeros(batch, width + 1, dtype=torch.int64)
     for at in range(width):
         depth[:, at + 1] = depth.gather(1, parents[:, at : at + 1] + 1)[:, 0] + 1
@@ -74,7 +78,7 @@ def step(draft, batch, width, logits, shape, generator):
         probs = torch.softmax(torch.randn(int(there.sum()), vocab, generator=generator) * 2, -1)
         above = row_of.gather(1, parents + 1).clamp_min(0)
         tokens = torch.multinomial(probs[above.flatten()], 1, generator=generator).view(batch, width)
-        q = Proposal(probs=probs.to(device), row_of=row_of)
+        q = Proposal(probs=probs.to(device), row_of=torch.where(is_tree, -1, row_of))
     chosen = used & (torch.rand(batch, width, generator=generator) < 0.7)
     logits[row_of.gather(1, parents + 1)[chosen].to(device), tokens[chosen].to(device)] += 6
     made = Draft(

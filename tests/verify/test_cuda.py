@@ -20,7 +20,6 @@ from paceline.verify import (
     Nodes,
     SamplingMetadata,
     SamplingMode,
-    assign_rules,
     draw,
     probabilities,
     process,
@@ -45,8 +44,7 @@ SETTINGS = {
         Setting(TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, near=NEAR),
         1,
     ),
-    "tree of three levels": (Setting(TARGET, DRAFTER, (-1, -1, 1, 2), near=NEAR), 1),
-    "tree, two steps": (Setting(Toy(1, 2), Toy(2, 2), (-1, -1), near=NEAR), 2),
+    "block, two steps": (Setting(Toy(1, 2), Toy(2, 2), tuple(chains(2)), near=NEAR), 2),
     "block, two of three tokens allowed": (
         Setting(TARGET, DRAFTER, tuple(chains(2)), temperature=1.3, allowed=(0, 2), near=NEAR),
         1,
@@ -71,13 +69,17 @@ def test_three_tokens_are_distributed_as_the_targets(kernels, name):
 @pytest.fixture
 def small_splits(kernels_alone, monkeypatch):
     """Rows of more than one split."""
-    monkeypatch.setattr(kernels_alone.sampled.tiles, "BLOCK", 16)
+    from paceline.verify.cuda import tiles
+
+    monkeypatch.setattr(tiles, "BLOCK", 16)
 
 
 @pytest.fixture
 def a_row_a_program(kernels_alone, monkeypatch):
     """As on a device."""
-    monkeypatch.setattr(kernels_alone.sampled.tiles, "ROWS", 1)
+    from paceline.verify.cuda import tiles
+
+    monkeypatch.setattr(tiles, "ROWS", 1)
 
 
 def both(given, **options):
@@ -102,7 +104,7 @@ def assert_same(one, other):
 
 
 def mixed_batch(size, vocab, *, seed=0, dtype=torch.float64):
-    """Greedy, seeded, deterministic, sampled chains and trees, under every kind of filter."""
+    """Greedy, seeded, deterministic, drawn chains and trees, under every kind of filter."""
     kinds = [("coins", "coins", "greedy", "seeded", "coins")[b % 5] for b in range(size)]
     shapes = [SHAPES[b % len(SHAPES)] for b in range(size)]
     metadata = SamplingMetadata(
@@ -148,9 +150,9 @@ def wider(part):
     return torch.cat((part, torch.full((len(part), 3), 7)), 1)[:, :-3]
 
 
-def test_rows_of_several_splits_are_judged_as_on_the_host_by_routes_it_knows(kernels_alone, small_splits):
+def test_rows_of_several_splits_are_judged_as_on_the_host(kernels_alone, small_splits):
     given = mixed_batch(60, 40, seed=3, dtype=torch.float32)
-    assert_same(*both(given, max_depth=4, routes=assign_rules(given[0], given[5])))
+    assert_same(*both(given, max_depth=4))
 
 
 def test_a_row_a_program_is_judged_as_on_the_host(kernels_alone, a_row_a_program):
@@ -160,7 +162,7 @@ def test_a_row_a_program_is_judged_as_on_the_host(kernels_alone, a_row_a_program
 
 def test_chains_alone_are_judged_as_on_the_host(kernels_alone):
     given = sampled_batch(200, [chains(b % 5) for b in range(200)], seed=9)
-    assert_same(*both(given, max_depth=4, only_chains=True))
+    assert_same(*both(given, max_depth=4))
 
 
 # --- p and the filters ---

@@ -61,14 +61,14 @@ def test_steps_are_judged_alike_captured_or_not(where, asked, draft):
     for turn in range(6):
         made, rows, row_of = steps.step(draft, batch, 4, logits[:15], turn % 2, generator)
         logits[len(rows) :] = torch.nan
-        raw, chains = rows.clone(), "trees" not in draft
-        verdicts = [one.verify(sequences, made, rows, row_of, only_chains=chains) for one in (plain, captured)]
+        raw = rows.clone()
+        verdicts = [one.verify(sequences, made, rows, row_of) for one in (plain, captured)]
         assert steps.unlike(*verdicts) == []
         assert torch.equal(rows, raw), "the logits are left as they were"
         for sequence in sequences:
             sequence.tokens.append(5)
     assert len(captured._graphs) == before > 0
-    assert captured.uncaptured == (6 if draft == "sampled trees" and asked != "greedy" else 0)
+    assert captured.uncaptured == 0
     assert captured.late_captures == 0 or where == "cuda"
     assert captured.time_is_typical
 
@@ -146,7 +146,7 @@ def test_nothing_is_captured_but_in_the_warmup_and_other_sizes_run_uncaptured():
         (Draft.empty(3), elsewhere[:3], torch.arange(3)[:, None]),
         (sampled, logits[: int((of_sampled >= 0).sum())], of_sampled),
     ):
-        verdicts = [one.verify(sequences, draft, rows, at, only_chains=True) for one in (plain, captured)]
+        verdicts = [one.verify(sequences, draft, rows, at) for one in (plain, captured)]
         assert steps.unlike(*verdicts) == []
     assert captured.uncaptured == 3
     assert recorder.captures == before
@@ -171,7 +171,7 @@ def test_every_step_that_fits_has_a_graph():
             draft = Draft.empty(batch, width=width)
             if rows == batch and width:
                 continue  # nothing was drafted
-            key = cache.key(FilterSet.DRAWS, draft, logits[:rows], only_chains=False)
+            key = cache.key(FilterSet.DRAWS, draft, logits[:rows])
             assert key.rows >= rows
             assert key.batch >= batch
             assert key.width >= width

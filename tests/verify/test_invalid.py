@@ -149,7 +149,7 @@ def test_a_bound_of_the_depth_may_exceed_it():
     """As where only the device knows the trees: the verdict is wider, and the same."""
     sampler, generator = Sampler(40, frozenset({2}), torch.device("cpu")), torch.Generator().manual_seed(3)
     for asked in ("greedy", "sampled", "penalties"):
-        for kind in ("trees", "sampled trees"):
+        for kind in ("trees", "trees and sampled chains"):
             draft, rows, row_of = steps.step(kind, 3, 4, torch.empty(15, 40), 0, generator)
             sequences = steps.sequences_of(asked, 3)
             tight = sampler.verify(sequences, draft, rows, row_of)

@@ -1,4 +1,4 @@
-"""Law 2: chains and trees drawn from q are judged losslessly, by exact enumeration through the real functions."""
+"""Law 2: chains drawn from q are verified losslessly, by exact enumeration through the real functions."""
 
 import itertools
 import math
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from paceline.core.draft import Draft, Proposal
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import TokenKind
-from paceline.verify import DrawKeys, Nodes, RowRules, SamplingMetadata, assign_rules, probabilities, process, verify
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, probabilities, process, verify
+from paceline.verify.block import drawn_chains
 from paceline.verify.dispatch import moved
-from paceline.verify.tree import _postorder
-from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
+from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, stages, stop_at
 from tests.verify.steps import draws_of
 from tests.verify.test_processors import controls_of, requests
 from tests.verify.test_walk import batch_of, flatten
@@ -37,20 +37,9 @@ SETTINGS = {
         TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, top_k=2
     ),
     "block, two of three tokens allowed": Setting(TARGET, DRAFTER, tuple(chains(3)), temperature=1.0, allowed=(0, 2)),
-    "tree, two of three tokens allowed": Setting(
-        TARGET, DRAFTER, (-1, -1, 0, 1), temperature=0.7, top_k=2, allowed=(1, 2)
-    ),
     "walk, two of three tokens allowed": Setting(
         TARGET, DRAFTER, (-1, -1, 0), sampled=False, temperature=0.8, allowed=(0, 1)
     ),
-    "tree, two children": Setting(TARGET, DRAFTER, (-1, -1)),
-    "tree, three children of four tokens": Setting(Toy(5, 4), Toy(6, 4), (-1, -1, -1)),
-    "tree, two levels": Setting(TARGET, DRAFTER, (-1, -1, 0, 0)),
-    "tree, levels in turn": Setting(TARGET, DRAFTER, (-1, 0, -1, 2)),
-    "tree, three levels": Setting(TARGET, DRAFTER, (-1, -1, 1, 2)),
-    "tree, zeros in p and q": Setting(SPARSE_P, SPARSE_Q, (-1, -1, 0, 1)),
-    "tree, small draft vocabulary": Setting(TARGET, FEW, (-1, -1, 0), ids=(0, 2)),
-    "tree, p filtered": Setting(TARGET, DRAFTER, (-1, -1, 0), temperature=0.7, top_k=2),
     "walk, chain": Setting(TARGET, DRAFTER, tuple(chains(2)), sampled=False),
     "walk, tree": Setting(TARGET, DRAFTER, (-1, -1, 0), sampled=False),
     "walk, only where it gets to": Setting(TARGET, DRAFTER, tuple(chains(2)), sampled=False, temperature=0.8),
@@ -62,37 +51,11 @@ def test_three_tokens_over_two_steps_are_distributed_as_the_targets(name):
     check(SETTINGS[name])
 
 
-def test_a_full_tree_of_two_levels_is_lossless():
-    check(Setting(TARGET, DRAFTER, (-1, -1, 0, 0, 1, 1)), steps=1)
-
-
-def test_traversal_keeps_more_than_block():
-    means = []
-    for seed in range(4):
-        toys = Toy(10 + seed, 3), Toy(20 + seed, 3)
-        means.append([mean_accepted(Setting(*toys, parents)) for parents in (tuple(chains(2)), (-1, -1, 0, 0, 1, 1))])
-        assert means[-1][0] <= means[-1][1] + 1e-12
-    block, traversal = (sum(column) / 4 for column in zip(*means, strict=True))
-    assert block < traversal - 0.05
-
-
-def test_on_a_chain_traversal_is_block_verification():
-    """The same thresholds, hence the same verdict by the same coins."""
-    draft, logits, row_of, nodes, metadata, draws = sampled_batch(500, [chains(3)] * 500, seed=3)
-    arguments = (draft, logits, row_of, nodes, metadata, draws)
-    rows = torch.arange(500)
-    block = verify(*arguments, max_depth=3)
-    traversal = verify(*arguments, max_depth=3, routes=RowRules(walk=None, tree=rows))
-    assert len(block.num_accepted.unique()) == 4
-    for name in ("tokens", "num_accepted", "path", "kinds"):
-        assert torch.equal(getattr(block, name), getattr(traversal, name))
-
-
 # --- batches drawn at random ---
 
 
 def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=0.7, metadata=None, drafted=None):
-    """Drafts of these shapes, drawn from a q near the target's p. `drafted(b)` False: the row's q is withheld."""
+    """Drafts of these shapes, drawn from a q near the target's p. Trees have no q, nor slots that are not `drafted`."""
     generator = torch.Generator().manual_seed(seed)
     rows, width = [], max(len(shape) for shape in shapes)
     logits = torch.randn(size, width + 1, vocab, generator=generator, dtype=dtype) * 1.5
@@ -108,7 +71,7 @@ def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=
                 drawn = torch.multinomial(q[b, slot].float(), len(children), generator=generator)
                 for node, token in zip(children, drawn.tolist(), strict=True):
                     tokens[node] = token
-                if drafted is None or drafted(b, slot):
+                if list(shape) == chains(len(shape)) and (drafted is None or drafted(b, slot)):
                     row_of_q[b, slot] = b * (width + 1) + slot
         rows.append((tokens, list(shape), depth))
     draft = replace(batch_of(rows, width), q=Proposal(probs=q.flatten(0, 1), row_of=row_of_q))
@@ -132,18 +95,9 @@ def test_a_draft_from_the_target_itself_is_accepted_whole_with_a_bonus():
         assert (verdict.kinds[:, length] == TokenKind.BONUS).all()
 
 
-def test_of_a_tree_from_the_target_itself_the_first_leaf_is_accepted():
-    shape = [-1, -1, 0, 0, 1]
-    draft, logits, row_of, nodes, metadata, draws = sampled_batch(300, [shape] * 300, spread=0.0)
-    verdict = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=2)
-    assert verdict.path.tolist() == [[0, 2]] * 300
-    assert (verdict.kinds[:, 2] == TokenKind.BONUS).all()
-
-
-@pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
-def test_a_hostile_drafter_gets_nothing_accepted(shape):
+def test_a_hostile_drafter_gets_nothing_accepted():
     """p and q on disjoint tokens: τ = 1."""
-    draft, logits, row_of, nodes, _, draws = sampled_batch(400, [shape] * 400)
+    draft, logits, row_of, nodes, _, draws = sampled_batch(400, [chains(3)] * 400)
     q = draft.q.probs.clone()
     q[:, :3] = 0
     draft = replace(draft, q=replace(draft.q, probs=q / q.sum(-1, keepdim=True)), tokens=3 + draft.tokens % 3)
@@ -159,7 +113,7 @@ SHAPES = [chains(3), [], [-1, -1, 0, 1], chains(1), [-1, -1, -1], chains(4), [-1
 
 
 def test_rows_of_all_kinds_share_a_batch_and_none_notices():
-    """Greedy, seeded, deterministic, sampled chains and trees of different sizes: each as if it were alone."""
+    """Greedy, seeded, trees, and chains with and without q, of different sizes: each as if it were alone."""
     size = 64
     kinds = [("coins", "coins", "greedy", "seeded", "coins")[b % 5] for b in range(size)]
     shapes = [SHAPES[b % len(SHAPES)] for b in range(size)]
@@ -174,9 +128,9 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
         greedy=[kind == "greedy" for kind in kinds],
         seeded=[kind == "seeded" for kind in kinds],
     )
-    routes = assign_rules(draft, of)
-    assert min(len(routes.walk), len(routes.chain), len(routes.tree)) > 5
-    assert all(kinds[b] == "coins" and shapes[b] for b in [*routes.chain.tolist(), *routes.tree.tolist()])
+    drawn = drawn_chains(draft, of)
+    assert 5 < int(drawn.sum()) < size - 5
+    assert all(kinds[b] == "coins" and shapes[b] == chains(len(shapes[b])) for b in drawn.nonzero()[:, 0].tolist())
     together = verify(draft, logits, row_of, nodes, metadata, of, max_depth=4, num_logprobs=2)
     draft.validate(6)
     for b in range(size):
@@ -222,10 +176,17 @@ def test_on_a_device_without_kernels_the_host_judges_copies(monkeypatch):
 
 def test_a_row_sampled_only_in_part_is_walked():
     draft, _, _, _, _, draws = sampled_batch(3, [chains(3)] * 3, drafted=lambda b, slot: b != 1 or slot != 1)
-    routes = assign_rules(draft, draws)
-    assert routes.walk.tolist() == [1]
-    assert routes.chain.tolist() == [0, 2]
-    assert routes.tree is None
+    assert drawn_chains(draft, draws).tolist() == [True, False, True]
+
+
+def test_a_tree_is_walked_whatever_it_carries():
+    """`Draft.validate` refuses it."""
+    draft, _, _, _, _, draws = sampled_batch(2, [[-1, -1], chains(2)])
+    carrying = replace(draft, q=replace(draft.q, row_of=torch.tensor([[0, -1, -1], [3, 4, -1]])))
+    assert drawn_chains(carrying, draws).tolist() == [False, True]
+    with pytest.raises(ValueError, match=r"^row 0: a tree carries q"):
+        carrying.validate(6)
+    draft.validate(6)
 
 
 # --- against plain loops, every node's p from a one-token call ---
@@ -243,58 +204,34 @@ def by_coin(weights, u):
 @settings(max_examples=80, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=4), st.integers(0, 10**6), st.data())
 def test_sampled_drafts_are_judged_as_by_loops_over_one_token_calls(asked, seed, data):
-    """Every sampling parameter, chains and trees: p at each node comes from a call for that node's history alone."""
+    """Every sampling parameter: p at each node comes from a call for that node's history alone."""
     asked = [replace(one, temperature=one.temperature or 0.8) for one in asked]
-    shapes = [data.draw(st.sampled_from([s for s in SHAPES if s])) for _ in asked]
+    shapes = [chains(data.draw(st.integers(1, 4))) for _ in asked]
     draft, logits, row_of, nodes, _, draws = sampled_batch(len(asked), shapes, vocab=7, seed=seed)
     verdict = verify(draft, logits, row_of, nodes, controls_of(asked), draws, max_depth=4)
     for b, one in enumerate(asked):
-        tokens, parents = draft.tokens[b].tolist()[: len(shapes[b])], shapes[b]
+        tokens = draft.tokens[b].tolist()[: len(shapes[b])]
         p, q = [], []
         for slot in range(len(tokens) + 1):
-            said, node = (), slot - 1
-            while node >= 0:
-                said, node = (tokens[node], *said), parents[node]
-            history = controls_of([replace(one, output=(*one.output, *said))])
+            history = controls_of([replace(one, output=(*one.output, *tokens[:slot]))])
             row = logits[row_of[b, slot]][None]
             p.append(probabilities(process(row, history, Nodes.roots(1)))[0].tolist())
             q.append(draft.q.probs[draft.q.row_of[b, slot]].tolist())
         key, committed = draws.key[b : b + 1], draws.committed[b : b + 1]
         u = [float(coin(Lane.ACCEPT, key, committed, torch.tensor([node]))) for node in range(len(tokens))]
-        node, _, weights = stop_at(stages(tokens, parents, p, q), u)
-        path, at = [], node
-        while at >= 0:
-            path, at = [at, *path], parents[at]
+        node, _, weights = stop_at(stages(tokens, p, q), u)
+        path = list(range(node + 1))
         last = by_coin(weights, float(coin(Lane.RESIDUAL, key, committed, torch.tensor([node]))))
         assert verdict.path[b].tolist() == path + [-1] * (4 - len(path))
         assert verdict.tokens[b].tolist() == [tokens[n] for n in path] + [last] + [-1] * (4 - len(path))
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_nodes_are_judged_in_postorder(data):
-    count = data.draw(st.integers(1, 9))
-    parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
-    depth = []
-    for parent in parents:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-    draft = batch_of([([0] * count, parents, depth), ([0], [-1], [1])], 9)
-
-    def after(node):
-        below = [after(n) for n in range(count) if parents[n] == node]
-        return [n for part in below for n in part] + [node]
-
-    assert _postorder(draft, 9)[0, :count].tolist() == after(-1)[:-1]
-    assert _postorder(draft, 9)[1, 0] == 0
-
-
 # --- what must not happen, and does not hurt ---
 
 
-@pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered):
-    draft, logits, row_of, nodes, _, draws = sampled_batch(200, [shape] * 200, dtype=torch.float32)
+def test_a_broken_q_costs_the_draft_and_never_the_answer(path, filtered):
+    draft, logits, row_of, nodes, _, draws = sampled_batch(200, [chains(3)] * 200, dtype=torch.float32)
     q = draft.q.probs.clone().view(200, -1, 6)
     harms = 0.0, math.nan, 1e-42  # of every third row
     for at, harm in enumerate(harms):
@@ -306,8 +243,8 @@ def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered):
     verdict = verify(draft, logits, row_of, nodes, metadata, draws, max_depth=3)
     rows = torch.arange(200)
     assert ((verdict.tokens[rows, verdict.num_accepted] >= 0) & (verdict.tokens[rows, verdict.num_accepted] < 6)).all()
-    # No child of node 0, whose q is broken. A tiny q is still one.
-    assert not (verdict.path[rows % 3 < 2] == shape.index(0)).any()
+    # Not the child of node 0, whose q is broken. A tiny q is still one.
+    assert not (verdict.path[rows % 3 < 2] == 1).any()
 
 
 def test_a_chain_whose_q_is_no_number_ends_before_it_losslessly():
@@ -328,9 +265,9 @@ def test_a_chain_whose_q_is_no_number_ends_before_it_losslessly():
 def test_the_ratio_uses_the_very_tensor_that_was_sampled(monkeypatch):
     seen = []
     module = sys.modules["paceline.verify"]
-    real = module.chain
+    real = module.verify_block
     monkeypatch.setattr(
-        module, "chain", lambda draft, *rest, **options: seen.append(draft.q.probs) or real(draft, *rest, **options)
+        module, "verify_block", lambda draft, *rest, **how: seen.append(draft.q.probs) or real(draft, *rest, **how)
     )
     arguments = sampled_batch(4, [chains(2)] * 4)
     verify(*arguments, max_depth=2)
@@ -348,10 +285,10 @@ def test_a_cuda_device_judges_alike(filtered):
     arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], metadata=metadata)
     here = verify(*arguments, max_depth=4)
     there = verify(*moved(arguments, "cuda"), max_depth=4)
-    blind = moved(arguments, "cuda"), moved(assign_rules(arguments[0], arguments[5]), "cuda")
-    torch.cuda.set_sync_debug_mode("error")  # with the routes known, the host reads nothing
+    copies = moved(arguments, "cuda")
+    torch.cuda.set_sync_debug_mode("error")  # the host reads nothing
     try:
-        again = verify(*blind[0], max_depth=4, routes=blind[1])
+        again = verify(*copies, max_depth=4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(there.tokens, again.tokens)

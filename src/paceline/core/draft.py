@@ -70,6 +70,13 @@ class DraftShape:
     max_depth: int
 
     @functools.cached_property
+    def is_chain(self) -> Bools:
+        """(B,) every node is a child of the one before."""
+        node = np.arange(self.parent.shape[1])
+        chains: Bools = ((self.parent == node - 1) | (node >= self.count[:, None])).all(1)
+        return chains
+
+    @functools.cached_property
     def parents(self) -> list[list[int]]:
         found: list[list[int]] = self.parent.tolist()
         return found
@@ -352,6 +359,8 @@ class Draft:
                 _refuse(trees.used & (unsigned >= vocab_size), "row {}, node {}: a token outside the vocabulary")
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
+            carries: Bools = self.q.row_of.amax(1).cpu().numpy() >= 0
+            _refuse(carries & ~trees.is_chain, "row {}: a tree carries q; give q with chains only")
 
 
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:

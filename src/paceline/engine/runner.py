@@ -83,7 +83,6 @@ class Runner:
                 draft,
                 logits,
                 layout.logit_row_of,
-                only_chains=not layout.is_tree,
                 lengths=batch.sampled_lengths,
                 req_indices=batch.sampled_req_indices,
             )

@@ -57,7 +57,6 @@ class Sampler:
         logits: Tensor,
         row_of: Tensor,
         *,
-        only_chains: bool = False,
         lengths: Ints | None = None,
         req_indices: Ints | None = None,
     ) -> Verdict:
@@ -75,10 +74,10 @@ class Sampler:
                 return walk_on_host(draft, logits, row_by_slot, draft.max_depth, samplers, committed, self._native)
         params, compiled = self._builder.params(sequences, lengths, req_indices), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
-        key = self._graphs.key(params.form, draft, logits, only_chains) if self.shortcut else None
+        key = self._graphs.key(params.form, draft, logits) if self.shortcut else None
         if key is None:
             self.uncaptured += self._graphs.enabled
-            verdict = self._uncaptured(params, draft, logits, row_of, only_chains)
+            verdict = self._uncaptured(params, draft, logits, row_of)
         elif simple:
             verdict = self._captured(key, params, draft, row_of)
         else:
@@ -116,12 +115,10 @@ class Sampler:
         wanted = params.num_logprobs
         return verdict if wanted is None else with_logprobs(verdict, logits, there, wanted, draft.max_depth)
 
-    def _uncaptured(
-        self, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor, only_chains: bool
-    ) -> Verdict:
+    def _uncaptured(self, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
         metadata, draws = self._builder.build(params, self._builder.masks(params, draft))
         on_device, there, nodes = self._on_device(params, draft, row_of)
-        options = {"max_depth": draft.max_depth, "num_logprobs": params.num_logprobs, "only_chains": only_chains}
+        options = {"max_depth": draft.max_depth, "num_logprobs": params.num_logprobs}
         return verify(on_device, logits, there, nodes, metadata, draws, **options)  # type: ignore[arg-type]
 
     def _on_device(self, params: BatchParams, draft: Draft, row_of: Tensor) -> tuple[Draft, Tensor, Nodes]:

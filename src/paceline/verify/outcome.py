@@ -1,8 +1,8 @@
-"""From the slot at which a rule of law 2 stopped to the tokens, kinds and path of a Verdict."""
+"""From the nodes that a rule accepted, and the token drawn after them, to a Verdict."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,17 +11,11 @@ from paceline.core.draft import Draft
 from paceline.core.verdict import TokenKind, Verdict
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Where a rule for sampled drafts stopped, and the weights of the token drawn there."""
-
-    slot: Tensor  # (B,) int64, 0 = the root
-    leaf: Tensor  # (B,) bool: nothing was drafted below, the bonus comes from p
-    residual: Tensor  # (B, V) weights of the recovered token; undefined at a leaf
-
-
 def outcome(draft: Draft, path: Tensor, num_accepted: Tensor, last: Tensor, leaf: Tensor) -> Verdict:
-    """The accepted nodes `path` (B, D) and the token (B,) drawn after them, at a leaf or not."""
+    """Return the verdict that accepts the nodes `path` (B, D) and commits the tokens `last` (B,) after them.
+
+    `leaf` (B,): nothing was drafted there, so the last token is a bonus.
+    """
     depth = torch.arange(path.shape[1] + 1, device=path.device)
     before, at_end = depth < num_accepted[:, None], depth == num_accepted[:, None]
     known = torch.cat((draft.tokens, last[:, None]), 1)  # so that there is a column even where nothing was drafted
@@ -32,27 +26,15 @@ def outcome(draft: Draft, path: Tensor, num_accepted: Tensor, last: Tensor, leaf
     return Verdict(tokens=tokens, num_accepted=num_accepted, path=path, kinds=kinds)
 
 
-def climb(draft: Draft, slot: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """(B, D) the nodes from the root's child down to the slot (B,), -1 beyond, and (B,) how many."""
-    node = slot - 1
-    height = torch.where(node >= 0, draft.depth.gather(1, node.clamp_min(0)[:, None])[:, 0], 0)
-    path = node.new_full((draft.batch, max_depth + 1), -1)  # the last column discards what is above the root
-    for up in range(max_depth):
-        column = torch.where(height > up, height - 1 - up, max_depth)
-        path.scatter_(1, column[:, None], node[:, None])
-        node = torch.where(node >= 0, draft.parents.gather(1, node.clamp_min(0)[:, None])[:, 0], -1)
-    return path[:, :max_depth], height
-
-
 def has_children(draft: Draft) -> Tensor:
-    """(B, N + 1) by slot."""
+    """Return (B, N + 1) bool, by slot."""
     used = torch.arange(draft.width, device=draft.tokens.device) < draft.num_nodes[:, None]
     below = draft.tokens.new_zeros(draft.batch, draft.width + 1)
     return below.scatter_reduce_(1, draft.parents + 1, used.to(below.dtype), "amax") > 0
 
 
 def take(draft: Draft, rows: Tensor) -> Draft:
-    """Some rows (B',) of a draft, ascending; q keeps its tensor."""
+    """Return some rows (B',) of a draft, ascending; q keeps its tensor."""
     if rows.shape[0] == draft.batch:
         return draft
     q = None if draft.q is None else replace(draft.q, row_of=draft.q.row_of[rows])

@@ -128,13 +128,13 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def key(self, form: FilterSet, draft: Draft, logits: Tensor, only_chains: bool) -> StepKey | None:
+    def key(self, form: FilterSet, draft: Draft, logits: Tensor) -> StepKey | None:
         """The key of the step's graph; None: none was captured."""
         if not self.enabled or logits.data_ptr() != self._logits.data_ptr() or not logits.is_contiguous():
             return None
         rows, width = len(logits), next((width for width in WIDTHS if draft.width <= width), -1)
         sampled = draft.q is not None and form is not FilterSet.GREEDY
-        if draft.q is not None and sampled and not self._takes(draft.q, only_chains, width):
+        if sampled and not self._takes(draft.q, width):
             return None
         key = self._key(form, rows, width, sampled)
         return key if key in self._graphs and draft.batch <= key.batch else None
@@ -201,9 +201,11 @@ class GraphCache:
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved() if self._device.type == "cuda" else 0
 
-    def _takes(self, q: Proposal, only_chains: bool, width: int) -> bool:
+    def _takes(self, q: Proposal | None, width: int) -> bool:
+        if q is None:
+            return False
         same = q.probs.shape[1] == self._logits.shape[1] and q.probs.dtype == self._q.dtype
-        return only_chains and q.ids is None and same and 0 < len(q.probs) <= len(self._q) and width == SAMPLED_WIDTH
+        return q.ids is None and same and 0 < len(q.probs) <= len(self._q) and width == SAMPLED_WIDTH
 
     def _key(self, form: FilterSet, rows: int, width: int, sampled: bool) -> StepKey:
         """A step of that many rows, padded."""
@@ -232,8 +234,8 @@ class GraphCache:
             if key.width and kind is not None:
                 depth = torch.where(node >= 0, draft.depth[seq, node.clamp_min(0)], 0)
             nodes = Nodes(seq=seq, node=node, depth=depth, path=node.new_empty(key.rows, 0))
-            options = {"max_depth": key.width, "only_chains": key.sampled}
-            return verify(draft, logits, at["row_of"], nodes, SamplingMetadata.of(key.form, *filters), draws, **options)
+            metadata = SamplingMetadata.of(key.form, *filters)
+            return verify(draft, logits, at["row_of"], nodes, metadata, draws, max_depth=key.width)
 
         return work
 

@@ -13,15 +13,14 @@ from torch import Tensor
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Verdict
-from paceline.verify.block import node_coins
-from paceline.verify.cuda import block as rules
+from paceline.verify.block import drawn_chains, node_coins
+from paceline.verify.cuda.block import stop_chains
 from paceline.verify.cuda.recover import recover
 from paceline.verify.cuda.sampled import Sampled
 from paceline.verify.cuda.target_distribution import TargetDistribution
 from paceline.verify.cuda.walk import draw_tokens
 from paceline.verify.cuda.walk import walk as _walk
 from paceline.verify.processors import Nodes, SamplingMetadata, edit
-from paceline.verify.routes import RowRules, mask_rules
 from paceline.verify.walk import CoinSource, DrawKeys
 
 
@@ -57,46 +56,33 @@ def propose(
 
 
 def verify_rows(
-    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys,
-    *, max_depth: int, routes: RowRules | None, only_chains: bool, source: CoinSource,
-) -> Verdict:  # fmt: skip
-    """As verify.judge. Without routes the device sorts the rows, and each rule skips rows of other rules."""
+    draft: Draft,
+    logits: Tensor,
+    row_of: Tensor,
+    nodes: Nodes,
+    metadata: SamplingMetadata,
+    draws: DrawKeys,
+    *,
+    max_depth: int,
+    source: CoinSource,
+) -> Verdict:
+    """As verify.verify_rows. The device sorts the rows, and each rule skips rows of the other."""
     target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes)
     if draws.kind is not None:
         target = target.filtered(metadata, nodes)
-    only_walks = routes is None and (draft.q is None or draft.width == 0 or draws.kind is None or not draws.coins)
+    only_walks = draft.q is None or draft.width == 0 or draws.kind is None or not draws.coins
     target = _for_coins(target, draws) if only_walks else target.weighed()
     verdict = Verdict.blank(draft.batch, max_depth, logits.device)
+    tokens = draw_tokens(target, draws, nodes, source)
     if only_walks:
-        _walk(draft, draw_tokens(target, draws, nodes, source), row_of, None, verdict)  # every row
+        _walk(draft, tokens, row_of, None, verdict)  # every row
         return verdict
-    if routes is None:
-        routes = mask_rules(draft, draws, only_chains=only_chains)
-    if routes.walk is not None:
-        _walk(draft, draw_tokens(target, draws, nodes, source), row_of, routes.walk, verdict)
-    if routes.chain is not None or routes.tree is not None:
-        _judge(draft, target, row_of, draws, routes, source, verdict)
+    row, drawn = torch.arange(draft.batch, device=logits.device), drawn_chains(draft, draws)
+    _walk(draft, tokens, row_of, torch.where(drawn, -1, row), verdict)
+    inputs, rows = Sampled.of(draft, target, row_of), torch.where(drawn, row, -1)
+    stop_chains(inputs, rows, node_coins(source, draws.key, draws.committed, draft.width))
+    recover(inputs, rows, draws, source, verdict)
     return verdict
-
-
-def _judge(
-    draft: Draft,
-    target: TargetDistribution,
-    row_of: Tensor,
-    draws: DrawKeys,
-    routes: RowRules,
-    source: CoinSource,
-    verdict: Verdict,
-) -> None:
-    """Rows drawn from q."""
-    found = Sampled.of(draft, target, row_of)
-    coins = node_coins(source, draws.key, draws.committed, draft.width)
-    if routes.chain is not None:
-        rules.chain(found, routes.chain, coins)
-    if routes.tree is not None:
-        rules.tree(found, routes.tree, coins)
-    parts = [rows for rows in (routes.chain, routes.tree) if rows is not None]
-    recover(found, parts[0] if len(parts) == 1 else torch.cat(parts), draws, source, verdict)
 
 
 def _for_coins(target: TargetDistribution, draws: DrawKeys) -> TargetDistribution:

@@ -69,12 +69,7 @@ def programs(rows: int) -> int:
 
 def kernel(function):
     """Decorator of a kernel that is launched; it is not compiled anew for other numbers of rows or nodes."""
-    return triton.jit(function, do_not_specialize=["rows", "count", "batch", "turn", "width", "depth"])
-
-
-def overlapped() -> dict[str, bool]:
-    """Launch options of a kernel that starts before the previous one is done; none for the interpreter."""
-    return {"OVERLAP": False} if INTERPRETED else {"OVERLAP": True, "launch_pdl": True}
+    return triton.jit(function, do_not_specialize=["rows", "count", "width", "depth"])
 
 
 @triton.jit
