@@ -18,12 +18,13 @@ import torch
 from common import finish
 
 from paceline import SamplingParams
-from paceline.config import EngineConfig, ModelConfig
+from paceline.config import EngineConfig
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import Dtypes
 
 CONFIG = ModelConfig(

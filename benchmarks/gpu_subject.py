@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from yardstick import Size, Yardstick
 
-from paceline.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.load.hub import resolve
 from paceline.models.load.loader import load_config, load_weights
 from paceline.models.load.open_model import LoadedModel
+from paceline.models.spec import ModelConfig, RopeConfig
 from paceline.models.weights import Dtypes
 from paceline.text.tokenizer import Tokenizer
 

@@ -23,7 +23,6 @@ from gpu_passes import Bench, device_ms
 from torch import Tensor
 from yardstick import Size
 
-from paceline.config import ModelConfig
 from paceline.models.backends.cuda.codes import codes
 from paceline.models.backends.cuda.codes.codes import Ring, expanded, ring_for
 from paceline.models.backends.cuda.kernels import TritonKernels
@@ -31,6 +30,7 @@ from paceline.models.backends.cuda.linear import Rotary, linear
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.load.loader import expected_shapes
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
 from paceline.platform.launch import INTERPRETED
 from paceline.platform.parallel_compile import parallel_compile

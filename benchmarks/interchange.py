@@ -27,7 +27,7 @@ from common import finish
 from safetensors.torch import load_file
 
 from paceline import build
-from paceline.config import EngineConfig, ModelConfig, SpeculationConfig
+from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters.base import DraftRequest
 from paceline.drafters.block import checkpoint as dspark_checkpoint
@@ -43,6 +43,7 @@ from paceline.engine.policy.interface import DraftPlan, LearnsNothing
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
+from paceline.models.spec import ModelConfig
 from paceline.sampling_params import SamplingParams
 from paceline.training.export import export, target_of
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.drafters.block.config import MASKS, TAP_NORM, DSparkConfig
+from paceline.models.spec import ModelConfig
 
 SPREAD = 0.02
 

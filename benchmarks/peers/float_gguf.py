@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.config import ModelConfig
 from paceline.errors import UnsupportedModel
 from paceline.files.gguf import import_gguf
 from paceline.models.load.gguf_model import ARCHITECTURES, LAYER_NAMES, TOP_NAMES
 from paceline.models.load.loader import load_config, load_weights
+from paceline.models.spec import ModelConfig
 
 LAYER_OF = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 TOP_OF = {ours: theirs for theirs, ours in TOP_NAMES.items()}

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
 from paceline.models.plan import ModelOutput, PassPlan
+from paceline.models.spec import ModelConfig
 
 HIDDEN = 4
 

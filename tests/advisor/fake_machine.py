@@ -20,7 +20,7 @@ from paceline.bench.engines import TimedEngine, room_for
 from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import PLAIN
-from paceline.config import EngineConfig, ModelConfig
+from paceline.config import EngineConfig
 from paceline.core.draft import Draft
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
@@ -28,6 +28,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import ModelOutput
+from paceline.models.spec import ModelConfig
 from paceline.testing import toy_config
 
 VOCAB, PLACES, EOS = 512, 512, 1

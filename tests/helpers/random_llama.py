@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paceline.config import ModelConfig
 from paceline.models.load.loader import expected_shapes
+from paceline.models.spec import ModelConfig
 
 
 def llama(**sizes: int) -> ModelConfig:

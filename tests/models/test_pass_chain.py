@@ -12,7 +12,6 @@ from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
-from paceline.config import ModelConfig
 from paceline.core.verdict import UnreadVerdict
 from paceline.models.backends.cuda.attention import division
 from paceline.models.backends.cuda.kernels import TritonKernels
@@ -21,6 +20,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.kv_cache import KVCache
 from paceline.models.pass_chain import READ, ChainRow, PassChain
 from paceline.models.plan import PassPlan
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import Dtypes
 from tests.helpers.random_llama import llama, random_weights
 

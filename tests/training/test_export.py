@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from paceline.cli.app import run
-from paceline.config import ModelConfig
 from paceline.drafters.block import checkpoint as dspark_checkpoint
 from paceline.drafters.block.config import W1, DSparkConfig
 from paceline.drafters.block.config import shapes as block_shapes
@@ -21,6 +20,7 @@ from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.heads import checkpoint as medusa_checkpoint
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from paceline.models.spec import ModelConfig
 from paceline.training.export import Target, export
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.eagle.eagles import config_for, random_tensors

@@ -29,7 +29,8 @@ from paceline.bench.engines import Engines, room_for
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
 from paceline.build import make_engine, trained_folders
-from paceline.config import AUTO, ModelConfig, SpeculationConfig
+from paceline.config import AUTO, SpeculationConfig
+from paceline.models.spec import ModelConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as TokenSequence
 from paceline.drafters import Drafter, DraftRequest

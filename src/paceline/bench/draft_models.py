@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.build import drafter_context
-from paceline.config import ModelConfig, SpeculationConfig
+from paceline.config import SpeculationConfig
 from paceline.drafters.methods import METHODS
 from paceline.drafters.model.draft_model import DraftModelDrafter, load_beside
 from paceline.errors import DeviceError
 from paceline.models.load.loader import load_config
 from paceline.models.load.open_model import LoadedModel
+from paceline.models.spec import ModelConfig
 from paceline.platform import cpu as machine
 from paceline.theory import kv_bytes_per_token
 

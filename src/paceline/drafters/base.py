@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import AUTO, MAX_K, ModelConfig, SpeculationConfig
+from paceline.config import AUTO, MAX_K, SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
@@ -33,6 +33,7 @@ from paceline.drafters.hidden_states import PromptChunk, TapRing
 from paceline.drafters.method_names import matches_method
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import StoredWeight
 
 DIGEST_VALUES = 4096  # values of a tensor that enter its digest

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound
 from paceline.models.load.hf_config import rope_scaling
+from paceline.models.spec import ModelConfig, RopeConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

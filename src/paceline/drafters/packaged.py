@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.drafters.folder import TargetShape, read_config, target_of
 from paceline.drafters.methods import packaged_folders
 from paceline.errors import PacelineError
+from paceline.models.spec import ModelConfig
 
 log = logging.getLogger("paceline")
 

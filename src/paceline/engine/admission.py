@@ -6,11 +6,12 @@ import functools
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
-from paceline.config import AUTO, NONE, EngineConfig, ModelConfig
+from paceline.config import AUTO, NONE, EngineConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters.method_names import matches_method
 from paceline.engine.policy.interface import wish
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
+from paceline.models.spec import ModelConfig
 from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import Grammars
 from paceline.text.stop_strings import OutputText, TextDecoder

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.cpu.stack import NativePass, NativeStack
 from paceline.models.graphs import PassGraphs
@@ -22,6 +21,7 @@ from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput, PassPlan
 from paceline.models.rope import rope_tables
+from paceline.models.spec import ModelConfig
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.core.draft import sent
 from paceline.core.verdict import UnreadVerdict
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan, padded_tables, slots_of
+from paceline.models.spec import ModelConfig
 
 MOST_ROWS = 512
 READ = 2  # tokens of a row that may have to be read before it is continued: the last drafted token has no K/V

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.config import RopeConfig
+from paceline.models.spec import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

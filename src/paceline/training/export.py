@@ -15,7 +15,6 @@ from typing import NamedTuple
 from safetensors import SafetensorError
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.drafters.block import checkpoint as dspark_checkpoint
 from paceline.drafters.block.config import W1, described
 from paceline.drafters.eagle import checkpoint as eagle_checkpoint
@@ -25,6 +24,7 @@ from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA, MET
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.load.hub import resolve
 from paceline.models.load.loader import load_config, load_weights
+from paceline.models.spec import ModelConfig
 from paceline.training.names import FORMATS, SPECULATORS
 from paceline.training.output_folder import occupied
 

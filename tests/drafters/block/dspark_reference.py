@@ -9,10 +9,10 @@ from collections import Counter
 import torch
 from torch.nn import functional as F
 
-from paceline.config import ModelConfig
 from paceline.drafters.block.config import MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
 from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.folder import TargetShape
+from paceline.models.spec import ModelConfig
 
 
 def drafter_config(target: ModelConfig, /, **changes):

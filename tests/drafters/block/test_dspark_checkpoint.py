@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import RopeConfig
 from paceline.drafters.block.checkpoint import read, write
 from paceline.drafters.block.config import W1, check_target
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from paceline.models.spec import RopeConfig
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.block.dspark_reference import drafter_config, random_tensors
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from paceline.config import ModelConfig
 from paceline.drafters.eagle.config import LAYER, EagleConfig, shapes
 from paceline.drafters.eagle.drafter import EagleDrafter
 from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.folder import TargetShape
 from paceline.models.backends.torch import TorchKernels
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import Dtypes
 
 

@@ -21,7 +21,6 @@ from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
-from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models.backends.cuda import linear as linear_module
 from paceline.models.backends.cuda.attention import division
@@ -43,6 +42,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.kernels import LayerByLayer, RopeArgs, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
+from paceline.models.spec import ModelConfig
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes
 from tests.helpers.random_llama import llama, random_weights

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import RopeConfig
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from paceline.models.load.hf_config import NEUTRAL, parse_config, rope_scaling
 from paceline.models.load.loader import load_config, load_generation_defaults, load_weights
 from paceline.models.load.open_model import load_model
 from paceline.models.rope import rope_tables
+from paceline.models.spec import RopeConfig
 from paceline.models.weights import WeightKind
 from tests.helpers.tiny import write_tokenizer
 

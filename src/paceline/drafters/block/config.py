@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from paceline.config import MAX_K, ModelConfig
+from paceline.config import MAX_K
 from paceline.drafters.folder import (
     UNKNOWN_TARGET,
     Json,
@@ -27,6 +27,7 @@ from paceline.drafters.folder import (
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.load.hf_config import parse_config
+from paceline.models.spec import ModelConfig
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"

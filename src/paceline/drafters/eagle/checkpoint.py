@@ -11,7 +11,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.drafters.eagle.config import (
     LAYER,
     EagleConfig,
@@ -36,6 +35,7 @@ from paceline.drafters.folder import (
     write_folder,
 )
 from paceline.errors import BrokenModel, ModelNotFound
+from paceline.models.spec import ModelConfig
 
 PICKLED = "pytorch_model.bin"
 EAGLES = {"fc.weight", "d2t"}  # tensors that no language model has

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.drafters.folder import (
     UNKNOWN_TARGET,
     Json,
@@ -29,6 +28,7 @@ from paceline.drafters.methods import EAGLE, EAGLE3
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.decoder import FINAL
 from paceline.models.load.hf_config import parse_config, rope_scaling
+from paceline.models.spec import ModelConfig
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 HEADS = {"llama": 32, "qwen3": 32}  # transformers' default, which speculators' files leave out

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.drafters.base import digest
 from paceline.drafters.eagle.config import LAYER, EagleConfig
 from paceline.drafters.folder import draft_ids
@@ -21,6 +20,7 @@ from paceline.models.kernels import Kernels, Packed, RopeArgs
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.rope import rope_tables
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import Dtypes, StoredWeight, joined
 
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.config import MAX_K, ModelConfig
+from paceline.config import MAX_K
 from paceline.drafters.folder import CONFIG, Json, check_is_number, read_config, read_tensors, write_json
 from paceline.errors import BrokenModel, InvalidParameter
+from paceline.models.spec import ModelConfig
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 HEADS, LAYERS, BASE = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.config import ModelConfig
 from paceline.files.gguf import GGUFFile
 from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
 from paceline.models.load.hf_config import ARCHITECTURES, rope_scaling
 from paceline.models.load.store import PullProgress
 from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
+from paceline.models.spec import ModelConfig
 from paceline.text.gguf_vocab import tokenizer_files
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.files.gguf import GGUFFile
 from paceline.files.json_fields import JsonFields
 from paceline.models.load.hf_config import MOST_LAYERS, check_shape
 from paceline.models.quant.block_file import checked_blocks
+from paceline.models.spec import ModelConfig, RopeConfig
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 from paceline.text.gguf_vocab import check_tokenizer_fields
 

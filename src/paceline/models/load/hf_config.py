@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel, short_repr
 from paceline.files.json_fields import Json, JsonFields
 from paceline.models.load.quantized_config import KEYS, Quantization, parse_quantization
+from paceline.models.spec import ModelConfig, RopeConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

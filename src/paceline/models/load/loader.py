@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from paceline.config import ModelConfig
 from paceline.errors import BrokenModel, ModelNotFound
 from paceline.files.gguf import GGUFFile
 from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
@@ -22,6 +21,7 @@ from paceline.models.load.hf_folder import TensorFiles, read_model_json
 from paceline.models.load.quantized_config import Quantization, parse_quantization
 from paceline.models.load.quantized_tensors import UNUSED, CodedWeight, find_coded, names_of
 from paceline.models.quant.block_file import block_shape, checked_blocks
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import StoredWeight, WeightKind
 
 FLOATS = {

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import FLOAT32, INT8, Kernels, kernels_for, why_slow
@@ -23,6 +22,7 @@ from paceline.models.load.loader import (
     load_generation_defaults,
     load_quantization,
 )
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import MIDDLE, Dtypes, StoredWeight, WeightKind
 from paceline.platform.cpu import usable_cores
 from paceline.platform.threads import torch_threads

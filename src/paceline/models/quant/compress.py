@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.errors import BrokenModel
 from paceline.files.safetensors_writer import Header
 from paceline.models.load.loader import Weights, expected_shapes
 from paceline.models.load.quantized_config import LINEAR
 from paceline.models.quant.block_file import DTYPES
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import StoredWeight, WeightKind
 
 COMPRESSED = {"int4": WeightKind.INT4, "fp8": WeightKind.FP8}

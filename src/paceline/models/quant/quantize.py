@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.files.folders import new_folder, refuse_existing
 from paceline.files.safetensors_writer import write_tensors
@@ -26,6 +25,7 @@ from paceline.models.load.loader import Weights, expected_shapes, load_config, l
 from paceline.models.load.store import MANIFEST
 from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
 from paceline.models.quant.compress import COMPRESSED, group_of, headers, is_rounded, quantization_config, tensors
+from paceline.models.spec import ModelConfig
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
 TARGETS = {"q8_0": WeightKind.Q8_0, "q4_1": WeightKind.Q4_1, "q4_k": WeightKind.Q4_K}

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
-from paceline.config import ModelConfig
 from paceline.drafters.folder import embedding_sample
 from paceline.errors import InvalidParameter
 from paceline.files.prompt_files import read_file
 from paceline.models.load.loader import load_weights
+from paceline.models.spec import ModelConfig
 from paceline.training.data.store import Source
 
 SYNTHETIC = "synthetic"  # the source of answers to prompts that the target wrote

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config import MAX_K, ModelConfig
+from paceline.config import MAX_K
 from paceline.drafters.block import checkpoint as dspark_checkpoint
 from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
 from paceline.drafters.folder import TargetShape, draft_ids
 from paceline.errors import InvalidParameter
+from paceline.models.spec import ModelConfig
 from paceline.training.data.batch import Batch, ahead, anchors
 from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
 from paceline.training.trainee import StepLoss

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config import ModelConfig
 from paceline.models.load.loader import load_config, load_weights
 from paceline.models.rope import rope_tables
+from paceline.models.spec import ModelConfig
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (B, N, head_dim / 2)
 
