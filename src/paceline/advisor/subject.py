@@ -30,7 +30,6 @@ from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
 from paceline.build import make_engine, trained_folders
 from paceline.config import AUTO, SpeculationConfig
-from paceline.models.spec import ModelConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as TokenSequence
 from paceline.drafters import Drafter, DraftRequest
@@ -44,6 +43,7 @@ from paceline.models.kernels import INT8
 from paceline.models.load.hub import PullProgress, resolve
 from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.models.quant.distance import Alone, distance
+from paceline.models.spec import ModelConfig
 from paceline.platform import cpu
 from paceline.sampling_params import SamplingParams
 
