@@ -18,6 +18,7 @@ READERS: dict[str, tuple[Read, list[Any], list[Any]]] = {  # values that are rea
     "integer from 0": (lambda fields: fields.integer("x", least=0, most=3), [0, 3], [-1, 4, False]),
     "number": (lambda fields: fields.number("x"), [1, 0.5], [0, -1.0, float("inf"), float("nan"), True, "1.0"]),
     "flag": (lambda fields: fields.flag("x"), [True, False], ["false", 0, 1, []]),
+    "text": (lambda fields: fields.text("x"), ["a", ""], [1, ["a"], {}]),
     "names": (lambda fields: list(fields.names("x")), [["a"], []], ["a", [1], {"a": 1}]),
     "integers": (lambda fields: list(fields.integers("x", "layers")), [[0, 3], []], [[-1], [True], "3", [1.0]]),
     "section": (lambda fields: fields.section("x").values, [{"y": 1}, {}], [[], "y", 5]),

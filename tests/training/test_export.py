@@ -20,14 +20,14 @@ from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.heads import checkpoint as medusa_checkpoint
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from paceline.training.export import ExportTarget, export
 from paceline.models.spec import ModelConfig
-from paceline.training.export import Target, export
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.eagle.eagles import config_for, random_tensors
 from tests.drafters.overfit import random_heads
 
 HEAD = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4))
-TARGET = Target("some/model", CONFIG, lambda: HEAD)
+TARGET = ExportTarget("some/model", CONFIG, lambda: HEAD)
 SPECULATORS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
 
 

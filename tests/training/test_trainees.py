@@ -12,6 +12,7 @@ from paceline.drafters.folder import target_of
 from paceline.drafters.heads.checkpoint import load_heads, save_heads
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
 from paceline.errors import BrokenModel, InvalidParameter
+from paceline.files.json_fields import JsonFields
 from paceline.training.data.store import Sequences
 from paceline.training.engine_tau import engine_tau
 from paceline.training.names import DRAFT, drafting_method
@@ -126,7 +127,7 @@ def test_a_drafter_of_another_model_becomes_one_of_the_model_it_is_trained_on_fo
     trainee_of(name, plan_for(other, **SIZES[name])).trainee.save(tmp_path / "first")
     trainee_of(name, plan_for(target, tmp_path / "first")).trainee.save(tmp_path / "again")
     for folder, mine in (("first", False), ("again", True)):
-        found = target_of(json.loads((tmp_path / folder / "config.json").read_text()), folder)
+        found = target_of(JsonFields(json.loads((tmp_path / folder / "config.json").read_text()), folder))
         assert found.is_like(target.embedding) == mine
 
 

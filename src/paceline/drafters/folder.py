@@ -8,11 +8,11 @@ shape and a sample of its embedding.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -20,40 +20,28 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound
+from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from paceline.files.json_fields import Json, JsonFields, read_json
 from paceline.models.load.hf_config import rope_scaling
 from paceline.models.spec import ModelConfig, RopeConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # of drafters' layers
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Json = dict[str, Any]
+LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; other embeddings are near 0
 
 
 def read_config(folder: Path) -> Json:
     if not folder.is_dir():
         raise ModelNotFound(f"{folder} is not a drafter's folder; it does not exist or is a file")
-    try:
-        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BrokenModel(f"{folder} is not a drafter's folder: it holds no {CONFIG}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise BrokenModel(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise BrokenModel(f"{folder / CONFIG} must hold an object")
-    return raw
-
-
-def section(raw: Mapping[str, Any], key: str, source: str) -> Json:
-    """The object under a key; empty where there is none."""
-    found = raw.get(key) or {}
-    if not isinstance(found, dict):
-        raise BrokenModel(f"{source}: {key} must hold an object, found {found!r}")
-    return found
+    if not (folder / CONFIG).exists():
+        raise BrokenModel(f"{folder} is not a drafter's folder: it holds no {CONFIG}")
+    return read_json(folder / CONFIG)
 
 
 def read_tensors(paths: Iterable[Path], folder: Path, wanted: str) -> dict[str, Tensor]:
-    """Of all these files; `wanted` names them in the error where there are none."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors of all these files; `wanted` names the files in the error where there are none."""
+    tensors: dict[str, Tensor] = {}
     files = list(paths)
     if not files:
         raise BrokenModel(f"{folder} holds no weights: {wanted} is missing")
@@ -68,27 +56,27 @@ def read_tensors(paths: Iterable[Path], folder: Path, wanted: str) -> dict[str, 
             raise BrokenModel(f"{path} is truncated or damaged ({reason}); download it again") from error
         if not isinstance(part, dict) or not all(isinstance(one, Tensor) for one in part.values()):
             raise BrokenModel(f"{path} must hold tensors by name")
-        found |= part
-    return found
+        tensors |= part
+    return tensors
 
 
 def check_shapes(
-    found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], folder: Path, redundant: tuple[str, ...]
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path, redundant: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """The wanted tensors. Others are refused, but for names that begin with one of `redundant`."""
-    for name, shape in wanted.items():
-        if name not in found:
+    """Return the tensors of `shapes`. Others are refused, but for names that begin with one of `redundant`."""
+    for name, shape in shapes.items():
+        if name not in tensors:
             raise BrokenModel(f"{folder}: tensor {name} is missing")
         if name != "d2t":
-            check_is_number(name, found[name], folder)
-        if tuple(found[name].shape) != shape:
+            check_is_number(name, tensors[name], folder)
+        if tuple(tensors[name].shape) != shape:
             raise BrokenModel(
-                f"{folder}: tensor {name} has shape {list(found[name].shape)}, and {CONFIG} asks for {list(shape)}"
+                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, and {CONFIG} asks for {list(shape)}"
             )
-    extra = next((name for name in found if name not in wanted and not name.startswith(redundant)), None)
+    extra = next((name for name in tensors if name not in shapes and not name.startswith(redundant)), None)
     if extra is not None:
         raise BrokenModel(f"{folder}: tensor {extra} has no place in a drafter as {CONFIG} describes it")
-    return {name: found[name] for name in wanted}
+    return {name: tensors[name] for name in shapes}
 
 
 def check_is_number(name: str, tensor: Tensor, folder: Path) -> None:
@@ -97,30 +85,30 @@ def check_is_number(name: str, tensor: Tensor, folder: Path) -> None:
         raise BrokenModel(f"{folder}: tensor {name} has dtype {tensor.dtype}; it must be one of {allowed}")
 
 
-def chosen(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The wanted tensors, to be written."""
-    assert tensors.keys() >= wanted.keys(), f"missing: {sorted(wanted.keys() - tensors.keys())}"
-    kept = {name: tensors[name].detach().cpu().contiguous() for name in wanted}
-    assert all(tuple(kept[name].shape) == shape for name, shape in wanted.items()), "shapes contradict the config"
-    return kept
+def chosen(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return the tensors of `shapes`, to be written."""
+    assert tensors.keys() >= shapes.keys(), f"missing: {sorted(shapes.keys() - tensors.keys())}"
+    written = {name: tensors[name].detach().cpu().contiguous() for name in shapes}
+    assert all(tuple(written[name].shape) == shape for name, shape in shapes.items()), "shapes contradict the config"
+    return written
 
 
 def draft_ids(offsets: Tensor) -> Tensor:
-    """(draft vocabulary,) the target's ids, from the tensor `d2t`."""
+    """Return the target's ids (draft vocabulary,) from the tensor `d2t`."""
     return offsets.cpu().long() + torch.arange(len(offsets))
 
 
 def check_draft_ids(ids: Tensor, vocab_size: int, folder: Path) -> None:
-    """Trees of a GPU are not looked at again."""
+    """Refuse ids outside the vocabulary: a GPU's trees are not checked again."""
     if len(wrong := ids[(ids < 0) | (ids >= vocab_size)]):
         raise BrokenModel(f"{folder} drafts token {int(wrong[0])}, and the vocabulary has {vocab_size}")
 
 
 def in_draft_vocabulary(offsets: Tensor, vocab_size: int) -> Tensor:
-    """(V,) bool, the tensor `t2d`."""
-    found = torch.zeros(vocab_size, dtype=torch.bool)
-    found[draft_ids(offsets)] = True
-    return found
+    """Return the tensor `t2d`, (V,) bool, from `d2t`."""
+    drafted = torch.zeros(vocab_size, dtype=torch.bool)
+    drafted[draft_ids(offsets)] = True
+    return drafted
 
 
 def write_folder(folder: Path, config: Json, tensors: Mapping[str, Tensor]) -> None:
@@ -133,7 +121,7 @@ def write_json(path: Path, content: Json) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; others are near 0
+# -- the model a drafter was trained for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,53 +145,74 @@ class TargetShape:
         )
 
     def is_like(self, embedding: Tensor) -> bool:
-        """The embedding (V, H) is the one sampled; a folder without a sample says nothing against it."""
+        """Return whether the embedding (V, H) may be the one sampled; without a sample any may."""
         if not self.embedding_sample:
             return True
-        mine = embedding_sample(embedding, self.vocab_size)
-        ours, theirs = torch.tensor(mine), torch.tensor(self.embedding_sample)
-        return len(ours) == len(theirs) and float(F.cosine_similarity(ours, theirs, dim=0)) >= LEAST_LIKENESS
+        other, own = torch.tensor(embedding_sample(embedding, self.vocab_size)), torch.tensor(self.embedding_sample)
+        return len(other) == len(own) and float(F.cosine_similarity(other, own, dim=0)) >= LEAST_LIKENESS
 
 
 UNKNOWN_TARGET = TargetShape()
 
 
 def embedding_sample(embedding: Tensor, vocab_size: int) -> tuple[float, ...]:
-    """A few values of a few rows: they tell one model from another of its shape, in any precision."""
+    """Return some values of some rows; they identify a model among those of its shape, in any precision."""
     rows = torch.tensor([vocab_size * eighth // 8 for eighth in (1, 3, 5, 7)])
     values = embedding[rows][:, :16].detach().float().flatten().tolist()
     return tuple(round(value, 6) for value in values)
 
 
-def target_of(raw: Mapping[str, Any], source: str) -> TargetShape:
-    """What config.json says of the model its drafter was trained for."""
-    verifier = section(section(raw, "speculators_config", source), "verifier", source)
-    found: Json = {"name": verifier.get("name_or_path") or ""}
-    if type(raw.get("num_target_layers")) is int:
-        found["num_layers"] = raw["num_target_layers"]
-    ours = section(section(raw, "paceline", source), "target", source)
-    found |= {key: value for key, value in ours.items() if key in TargetShape.__dataclass_fields__}
-    sample = found.pop("embedding_sample", [])
-    wrong = [key for key, value in found.items() if type(value) is not (str if key == "name" else int)]
+def target_of(fields: JsonFields) -> TargetShape:
+    """Return what config.json says of the model its drafter was trained for."""
+    verifier = fields.section("speculators_config").section("verifier")
+    layers = fields.values.get("num_target_layers")
+    target = JsonFields(fields.section("paceline").section("target").values, fields.source, "{} of paceline.target")
+    sample = target.values.get("embedding_sample") or []
     if not isinstance(sample, list) or not all(type(one) in (int, float) for one in sample):
-        wrong.append("embedding_sample")
-    if wrong:
-        raise BrokenModel(f"{source}: what it says of its target's {wrong[0]} is of another type than it must be")
-    return TargetShape(**found, embedding_sample=tuple(sample))
+        raise target.wrong("embedding_sample", "a list of numbers")
+    return TargetShape(
+        name=verifier.text("name_or_path", ""),
+        hidden_size=target.integer("hidden_size", 0, least=0),
+        num_layers=target.integer("num_layers", layers if type(layers) is int else 0, least=0),
+        vocab_size=target.integer("vocab_size", 0, least=0),
+        embedding_sample=tuple(sample),
+    )
 
 
 def refuse_another(trained: TargetShape, source: str | Path, *facts: tuple[str, int, int]) -> None:
-    """Raise where something about the drafter (0: not known) is not as this model has it."""
-    for what, theirs, ours in facts:
-        if theirs and theirs != ours:
-            made_for = trained.name or "another model"
+    """Raise for a fact (name, the drafter's value, this model's) whose values differ; 0: unknown to the drafter."""
+    for name, drafters, models in facts:
+        if drafters and drafters != models:
             raise InvalidParameter(
-                "drafter", f"{source} was trained for {made_for}: its {what} is {theirs}, and this model's is {ours}"
+                "drafter",
+                f"{source} was trained for {trained.name or 'another model'}: its {name} is {drafters}, "
+                f"and this model's is {models}",
             )
 
 
+# -- layers, and speculators' layout
+
+
+def layer_shapes(body: ModelConfig, attention_input: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's products, and of its norms but the one before attention."""
+    hidden, middle = body.hidden_size, body.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (body.q_size, attention_input),
+        "self_attn.k_proj": (body.kv_size, attention_input),
+        "self_attn.v_proj": (body.kv_size, attention_input),
+        "self_attn.o_proj": (hidden, body.q_size),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+        "post_attention_layernorm": (hidden,),
+    }
+    if body.qk_norm:
+        shapes |= {"self_attn.q_norm": (body.head_dim,), "self_attn.k_norm": (body.head_dim,)}
+    return shapes
+
+
 def layer_keys(body: ModelConfig, *, attention_bias: bool = False, mlp_bias: bool = False) -> Json:
-    """The drafter's layers in the keys of a Hugging Face config, but for the scaling of RoPE."""
+    """Return the drafter's layers in the keys of a Hugging Face config, but for the scaling of RoPE."""
     return {
         "model_type": "qwen3" if body.qk_norm else "llama",
         "hidden_size": body.hidden_size,
@@ -237,15 +246,10 @@ def target_keys(target: TargetShape) -> Json:
 
 
 def description(
-    method: str,
-    version: str,
-    architecture: str,
-    layer: Json,
-    tokens: int,
-    target: TargetShape,
-    ours: Json | None = None,
+    method: str, version: str, architecture: str, layer: Json, tokens: int, target: TargetShape, own: Json | None = None
 ) -> Json:
-    """In speculators' layout; `tokens`: of a chain, unless its reader chooses; `ours`: keys of paceline alone."""
+    """Return config.json in speculators' layout. `tokens`: of a chain, unless its reader chooses; `own`: keys under
+    `paceline`."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "speculators_model_type": method,
@@ -258,5 +262,40 @@ def description(
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target.name, "architectures": []},
         },
-        "paceline": {"target": target_keys(target), **(ours or {})},
+        "paceline": {"target": target_keys(target), **(own or {})},
     }
+
+
+# -- exports for other engines
+
+
+class ExportTarget(NamedTuple):
+    """The model that an exported drafter was trained for."""
+
+    name: str
+    config: ModelConfig
+    head: Callable[[], Tensor]  # (V, H), read when called
+
+    def head_rows(self, offsets: Tensor) -> Tensor:
+        """Return the head's rows for the draft vocabulary of `d2t`."""
+        return self.head()[draft_ids(offsets)].contiguous()
+
+
+def needed(target: ExportTarget | None, reason: str) -> ExportTarget:
+    if target is None:
+        raise InvalidParameter("model", f"{reason}; give --model")
+    return target
+
+
+def named(trained: TargetShape, target: ExportTarget | None, folder: Path, form: str) -> TargetShape:
+    """Return the shape with the name of its model, which this format requires."""
+    if trained.name:
+        return trained
+    return replace(trained, name=needed(target, f"{form} names the model a drafter is for, and {folder} does not").name)
+
+
+def refuse_features(folder: Path, form: str, features: Mapping[str, bool]) -> None:
+    """Raise for the first feature that the drafter has: vLLM's class of this format lacks all of them."""
+    for name, has in features.items():
+        if has:
+            raise UnsupportedModel(f"{folder} cannot be exported as {form}: vLLM's class has no place for {name}")

@@ -27,6 +27,7 @@ EAGLE = "eagle"
 EAGLE3 = "eagle3"
 
 DRAFTER = "drafter"  # the option that names a trained drafter
+SPECULATORS = "speculators"  # the layout of folders that this library writes
 SHIPPED = Path(__file__).parent / "shipped"
 
 # Published architectures of drafters that draft a block in one pass.

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from paceline.drafters.folder import TargetShape, read_config, target_of
+from paceline.drafters.folder import CONFIG, TargetShape, read_config, target_of
 from paceline.drafters.methods import packaged_folders
 from paceline.errors import PacelineError
+from paceline.files.json_fields import JsonFields
 from paceline.models.spec import ModelConfig
 
 log = logging.getLogger("paceline")
@@ -20,7 +21,7 @@ def packaged_for(config: ModelConfig, embedding: Tensor) -> Path | None:
     shape has none."""
     for path in packaged_folders():
         try:
-            target = target_of(read_config(path), str(path))
+            target = target_of(JsonFields(read_config(path), str(path / CONFIG)))
         except PacelineError as problem:
             log.warning("the packaged drafter in %s cannot be read: %r", path, problem)
             continue

@@ -65,6 +65,12 @@ class JsonFields:
             raise self.wrong(key, "true or false without quotation marks")
         return value
 
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "text")
+        return value
+
     def names(self, key: str) -> tuple[str, ...]:
         value = self._value(key, ())
         if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):

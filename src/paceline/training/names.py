@@ -1,10 +1,9 @@
 """What can be trained, and the formats that drafters are exported in, by the command line's names. No torch."""
 
-from paceline.drafters.methods import DFLASH, DRAFT_MODEL, DSPARK, EAGLE, EAGLE3, MEDUSA
+from paceline.drafters.methods import DFLASH, DRAFT_MODEL, DSPARK, EAGLE, EAGLE3, MEDUSA, SPECULATORS
 
 DRAFT = "draft"  # a model of its own, for the method of draft models
 TRAINABLE = (DSPARK, DFLASH, EAGLE3, EAGLE, MEDUSA, DRAFT)
-SPECULATORS = "speculators"
 FORMATS = {  # and the methods that each has a place for
     EAGLE3: (EAGLE3,),
     SPECULATORS: (EAGLE3, DSPARK, DFLASH),

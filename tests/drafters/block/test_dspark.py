@@ -386,7 +386,7 @@ def test_a_config_whose_parts_have_other_types_is_named(folders, tmp_path, chang
     shutil.copytree(drafters[DSPARK], tmp_path / "drafter")
     path = tmp_path / "drafter" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(BrokenModel, match=r"config\.json: .* must hold an object"):
+    with pytest.raises(BrokenModel, match=rf"config\.json: {next(iter(changes))} must be an object"):
         LLM(str(model), device="cpu", drafter=str(tmp_path / "drafter"))
 
 

@@ -164,12 +164,15 @@ def test_bad_folders_are_refused_by_name(tmp_path):
     path.unlink()
     refused(BrokenModel, "holds no weights")
     for changes, said in (
-        ({"block_size": 1}, "block_size must be a whole number"),
-        ({"draft_vocab_size": 1000}, "draft_vocab_size must be a whole number"),
-        ({"mask_token_id": None}, "mask_token_id must be a token"),
-        ({"mask_token_id": 96}, "mask_token_id must be a token"),
+        ({"block_size": 1}, "block_size must be"),
+        ({"draft_vocab_size": 1000}, "draft_vocab_size must be"),
+        ({"mask_token_id": None}, "mask_token_id is missing"),
+        ({"mask_token_id": 96}, "mask_token_id must be"),
         ({"aux_hidden_state_layer_ids": [1, 1]}, "tapped twice"),
-        ({"aux_hidden_state_layer_ids": "all"}, "must list the layers"),
+        ({"aux_hidden_state_layer_ids": "all"}, "aux_hidden_state_layer_ids must be"),
+        ({"aux_hidden_state_layer_ids": []}, "aux_hidden_state_layer_ids must be"),
+        ({"sample_from_anchor": "false"}, "sample_from_anchor must be"),
+        ({"paceline": {"tap_norm": "false"}}, "tap_norm must be"),
         ({"speculators_model_type": "magic"}, "no DSpark or DFlash"),
     ):
         edit(tmp_path, **changes)
@@ -182,6 +185,6 @@ def test_bad_folders_are_refused_by_name(tmp_path):
         edit(tmp_path, **changes)
         refused(UnsupportedModel, said)
     (tmp_path / "config.json").write_text("[]")
-    refused(BrokenModel, "must hold an object")
+    refused(BrokenModel, "must hold a JSON object")
     (tmp_path / "config.json").write_text("{")
     refused(BrokenModel, "cannot be read")

@@ -340,6 +340,8 @@ def test_a_folder_that_drafts_tokens_the_model_does_not_have_is_refused(tmp_path
         {"speculators_config": [1]},
         {"speculators_config": {"verifier": "x"}},
         {"eagle_config": 5},
+        {"eagle_config": {"norm_before_fc": "false"}},
+        {"norm_output": "false"},
     ],
 )
 def test_a_config_whose_parts_have_other_types_is_named(tmp_path, changes):

@@ -253,9 +253,9 @@ def test_what_no_folder_of_heads_is_is_refused_by_name(folder, tmp_path):
     refused(BrokenModel, "tensors by name")
     for wrong in (0, 65, True, "3", 1.5):
         edit(folder, medusa_num_heads=wrong)
-        refused(BrokenModel, "medusa_num_heads must be a whole number")
+        refused(BrokenModel, "medusa_num_heads must be")
     edit(folder, medusa_num_heads=3, medusa_num_layers=-1)
-    refused(BrokenModel, "medusa_num_layers must be a whole number")
+    refused(BrokenModel, "medusa_num_layers must be")
     edit(folder, medusa_num_heads=None)
     refused(BrokenModel, "not a folder of Medusa heads: config.json has no medusa_num_heads")
     (folder / "config.json").write_text("{")

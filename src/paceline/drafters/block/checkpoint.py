@@ -1,41 +1,48 @@
-"""A folder of a block drafter, DSpark or DFlash: config.json (`dspark_config`) and safetensors files.
+"""A block drafter's folder, DSpark or DFlash: config.json and safetensors files.
 
-Embedding and output head are the target's own and not stored. A 2-d tensor may be stored as int8 codes beside
-`NAME_scale`, one scale a row or one for each group of a row's columns; reading multiplies them.
+Embedding and output head are the target's own and not stored. A matrix may be stored as int8 codes beside `NAME_scale`,
+one scale a row or one for each group of a row's columns; reading multiplies them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, DSparkConfig, described, parse, shapes
+from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, W1, DSparkConfig, described, parse, shapes
 from paceline.drafters.folder import (
     CONFIG,
     WEIGHTS,
+    ExportTarget,
     check_shapes,
     chosen,
+    draft_ids,
     in_draft_vocabulary,
+    named,
+    needed,
     read_config,
     read_tensors,
+    refuse_features,
+    write_folder,
     write_json,
 )
 from paceline.errors import BrokenModel
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 15 << 20  # of one file
+SHARD_BYTES = 15 << 20  # bytes; size of one file
 SCALE = "_scale"
-SHARED = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "rotary_emb.")  # the target's own, whatever a folder holds
+SHARED = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "rotary_emb.")  # ignored: the target's own are used
 REDUNDANT = ("t2d",)
-SMALL = (TAP_NORM, MASKS, f"{CONFIDENCE}.weight")  # 2-d, and never stored as codes
+SMALL = (TAP_NORM, MASKS, f"{CONFIDENCE}.weight")  # matrices that are never stored as codes
 
 
 def read(folder: Path) -> tuple[DSparkConfig, dict[str, Tensor]]:
-    """The config, and its tensors in floating point, checked for presence and shape."""
+    """Return the config, and its tensors in floating point, checked for presence and shape."""
     raw = read_config(folder)
     tensors = _expanded(_load(folder), folder)
     config = parse(raw, tensors, str(folder / CONFIG))
@@ -49,11 +56,12 @@ def _load(folder: Path) -> dict[str, Tensor]:
 
 
 def quantised(tensors: Mapping[str, Tensor], group: int | None = 64) -> dict[str, Tensor]:
-    """Matrices as int8 codes and fp16 scales, one for `group` columns of a row (None: for a row); others unchanged."""
-    found: dict[str, Tensor] = {}
+    """Return matrices as int8 codes and fp16 scales, a scale for `group` columns of a row (None: for a row); other
+    tensors are unchanged."""
+    stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or not tensor.is_floating_point() or name in SMALL:
-            found[name] = tensor
+            stored[name] = tensor
             continue
         rows, columns = tensor.shape
         size = group if group and columns % group == 0 else columns
@@ -61,12 +69,12 @@ def quantised(tensors: Mapping[str, Tensor], group: int | None = 64) -> dict[str
         scale = (parts.abs().amax(-1, keepdim=True) / 127).half()
         scale = torch.where(scale == 0, torch.full_like(scale, torch.finfo(torch.half).tiny), scale)
         codes = (parts / scale.float()).round().clamp(-127, 127).to(torch.int8)
-        found |= {name: codes.view(rows, columns), f"{name}{SCALE}": scale.squeeze(-1)}
-    return found
+        stored |= {name: codes.view(rows, columns), f"{name}{SCALE}": scale.squeeze(-1)}
+    return stored
 
 
 def _expanded(stored: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name.endswith(SCALE) and name.removesuffix(SCALE) in stored:
             continue
@@ -82,8 +90,8 @@ def _expanded(stored: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
             tensor = tensor.long() if name == "d2t" else tensor
         elif not tensor.is_floating_point():
             raise BrokenModel(f"{folder}: tensor {name} has dtype {tensor.dtype}, not one of floating point")
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def write(
@@ -95,11 +103,11 @@ def write(
     group: int | None = 64,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """`tensors` by the names of `shapes`; `t2d` is derived. `int8`: matrices as codes, see `quantised`."""
-    kept = chosen(tensors, shapes(config))
-    stored = quantised(kept, group) if int8 else kept
-    if "d2t" in kept:
-        stored["t2d"] = in_draft_vocabulary(kept["d2t"], config.body.vocab_size)
+    """Write a folder. `tensors` have the names of `shapes`; `t2d` is derived. `int8`: as `quantised` makes codes."""
+    written = chosen(tensors, shapes(config))
+    stored = quantised(written, group) if int8 else written
+    if "d2t" in written:
+        stored["t2d"] = in_draft_vocabulary(written["d2t"], config.body.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.safetensors"), folder / INDEX):
         old.unlink(missing_ok=True)
@@ -117,3 +125,26 @@ def write(
         total = sum(tensor.nbytes for tensor in stored.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / CONFIG, described(config))
+
+
+def export(folder: Path, form: str, out: Path, target: ExportTarget | None) -> None:
+    """Write a block drafter as vLLM's class reads it."""
+    config, tensors = read(folder)
+    features = {
+        "a norm for each tap before fc (tap_norm)": config.tap_norm,
+        "an embedding for each mask (mask_embedding)": config.mask_embedding,
+        "attention without norms of q and k": not config.body.qk_norm,
+        "masks without a token of the vocabulary (mask_token_id)": config.mask_token_id is None,
+    }
+    refuse_features(folder, form, features)
+    config = replace(config, target=named(config.target, target, folder, form))
+    written = dict(tensors)
+    if "d2t" in tensors:
+        model = needed(target, f"{folder} takes its output head from its model")
+        written["t2d"] = in_draft_vocabulary(tensors["d2t"], config.body.vocab_size)
+        written["lm_head.weight"] = model.head_rows(tensors["d2t"])
+        if config.markov_over_draft_vocab:
+            written[W1] = tensors[W1].new_zeros(config.body.vocab_size, config.markov_rank)
+            written[W1][draft_ids(tensors["d2t"])] = tensors[W1]
+    raw = described(replace(config, markov_over_draft_vocab=False))
+    write_folder(out, raw | {"use_aux_hidden_state": True}, written)

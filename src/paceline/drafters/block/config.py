@@ -1,7 +1,7 @@
 """The config of a block drafter, DSpark or DFlash: config.json in speculators' layout or as published, and its tensors.
 
-Ids of tapped layers mean the residual stream that *enters* a layer; published DFlash folders name the layer it leaves,
-one less.
+The id of a tapped layer stands for the residual stream that *enters* it; published DFlash folders name the layer that
+the stream leaves, one less.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from paceline.config import MAX_K
 from paceline.drafters.folder import (
+    FAMILIES,
     UNKNOWN_TARGET,
-    Json,
     TargetShape,
     description,
     layer_keys,
+    layer_shapes,
     refuse_another,
     rope_keys,
-    section,
     target_of,
 )
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
+from paceline.files.json_fields import Json, JsonFields
 from paceline.models.load.hf_config import parse_config
 from paceline.models.spec import ModelConfig
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
 TAP_NORM, MASKS = "tap_norm.weight", "mask_embedding.weight"
 
@@ -77,77 +77,61 @@ def check_target(config: DSparkConfig, target: ModelConfig, folder: Path) -> Non
 
 
 def shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of such a drafter."""
+    """Return the shape of every tensor of such a drafter, by name."""
     body, taps = config.body, len(config.taps)
-    hidden, middle, vocab, rank = body.hidden_size, body.intermediate_size, config.draft_vocab_size, config.markov_rank
-    found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * hidden)}
-    found |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    hidden, vocab, rank = body.hidden_size, config.draft_vocab_size, config.markov_rank
+    tensors: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * hidden)}
+    tensors |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(body.num_layers):
-        each: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (body.q_size, hidden),
-            "self_attn.k_proj": (body.kv_size, hidden),
-            "self_attn.v_proj": (body.kv_size, hidden),
-            "self_attn.o_proj": (hidden, body.q_size),
-            "mlp.gate_proj": (middle, hidden),
-            "mlp.up_proj": (middle, hidden),
-            "mlp.down_proj": (hidden, middle),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        if body.qk_norm:
-            each |= {"self_attn.q_norm": (body.head_dim,), "self_attn.k_norm": (body.head_dim,)}
-        found |= {f"layers.{layer}.{name}.weight": shape for name, shape in each.items()}
+        parts = layer_shapes(body, hidden) | {"input_layernorm": (hidden,)}
+        tensors |= {f"layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
     if rank:
-        found |= {W1: (vocab if config.markov_over_draft_vocab else body.vocab_size, rank), W2: (vocab, rank)}
+        tensors |= {W1: (vocab if config.markov_over_draft_vocab else body.vocab_size, rank), W2: (vocab, rank)}
     if config.confidence:
-        found |= {f"{CONFIDENCE}.weight": (1, hidden + rank), f"{CONFIDENCE}.bias": (1,)}
+        tensors |= {f"{CONFIDENCE}.weight": (1, hidden + rank), f"{CONFIDENCE}.bias": (1,)}
     if config.tap_norm:
-        found[TAP_NORM] = (taps, hidden)
+        tensors[TAP_NORM] = (taps, hidden)
     if config.mask_embedding:
-        found[MASKS] = (config.block_size - 1, hidden)
+        tensors[MASKS] = (config.block_size - 1, hidden)
     if vocab < body.vocab_size:
-        found["d2t"] = (vocab,)
-    return found
+        tensors["d2t"] = (vocab,)
+    return tensors
 
 
 def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig:
     if block_drafter(raw) is None:
         raise BrokenModel(f"{source} describes no DSpark or DFlash drafter")
-    published = section(raw, "dflash_config", source)
+    fields, is_dspark = JsonFields(raw, source), block_drafter(raw) == DSPARK
+    published, own = fields.section("dflash_config"), fields.section("paceline")
     if raw.get("markov_head_type", "vanilla") != "vanilla":
         raise UnsupportedModel(f"{source}: markov_head_type {raw['markov_head_type']!r} is not supported; vanilla is")
-    body = _body(raw, tensors, source)
-    ours = section(raw, "paceline", source)
-    given = raw.get("mask_token_id", published.get("mask_token_id"))
+    body, masks = _body(fields, tensors), fields if "mask_token_id" in raw else published
+    has_mask_token = masks.values.get("mask_token_id") is not None or not own.flag("mask_embedding")
     config = DSparkConfig(
         body=body,
-        block_size=_whole(raw, "block_size", source, least=2, most=MAX_K + 1),
-        taps=_taps(raw, published, source),
-        mask_token_id=None if given is None else _whole({"mask_token_id": given}, "mask_token_id", source, least=0),
-        draft_vocab_size=_whole(raw, "draft_vocab_size", source, default=body.vocab_size, most=body.vocab_size),
-        markov_rank=_whole(raw, "markov_rank", source, default=0, least=0) if W1 in tensors else 0,
+        block_size=fields.integer("block_size", least=2, most=MAX_K + 1),
+        taps=_taps(fields, published),
+        mask_token_id=masks.integer("mask_token_id", least=0, most=body.vocab_size - 1) if has_mask_token else None,
+        draft_vocab_size=fields.integer("draft_vocab_size", body.vocab_size, most=body.vocab_size),
+        markov_rank=fields.integer("markov_rank", 0, least=0) if W1 in tensors else 0,
         confidence=f"{CONFIDENCE}.weight" in tensors,
         # Where the key is missing: speculators means False, DSpark folders as published mean True.
-        sample_from_anchor=bool(
-            raw.get("sample_from_anchor", "speculators_model_type" not in raw and block_drafter(raw) == DSPARK)
-        ),
-        tap_norm=bool(ours.get("tap_norm")),
-        mask_embedding=bool(ours.get("mask_embedding")),
-        markov_over_draft_vocab=bool(ours.get("markov_over_draft_vocab")),
-        target=target_of(raw, source),
+        sample_from_anchor=fields.flag("sample_from_anchor", "speculators_model_type" not in raw and is_dspark),
+        tap_norm=own.flag("tap_norm"),
+        mask_embedding=own.flag("mask_embedding"),
+        markov_over_draft_vocab=own.flag("markov_over_draft_vocab"),
+        target=target_of(fields),
     )
-    if block_drafter(raw) == DSPARK and not config.markov_rank:
+    if is_dspark and not config.markov_rank:
         raise BrokenModel(
             f"{source}: a DSpark drafter needs a Markov head; tensor {W1} or the key markov_rank is missing"
         )
-    if not config.mask_embedding and not 0 <= (-1 if given is None else given) < body.vocab_size:
-        raise BrokenModel(f"{source}: mask_token_id must be a token of the vocabulary, found {given!r}")
     return config
 
 
-def _body(raw: Json, tensors: Mapping[str, Tensor], source: str) -> ModelConfig:
-    """The drafter's layers; whether q and k have norms is read off the tensors."""
-    layer = section(raw, "transformer_layer_config", source) or raw
+def _body(fields: JsonFields, tensors: Mapping[str, Tensor]) -> ModelConfig:
+    """Return the config of the drafter's layers; whether q and k have norms is read off the tensors."""
+    layer, source = fields.section("transformer_layer_config").values or fields.values, fields.source
     family = str(layer.get("model_type", "qwen3"))
     if family not in FAMILIES:
         raise UnsupportedModel(
@@ -159,28 +143,21 @@ def _body(raw: Json, tensors: Mapping[str, Tensor], source: str) -> ModelConfig:
     return replace(body, qk_norm="layers.0.self_attn.q_norm.weight" in tensors)
 
 
-def _taps(raw: Json, published: Json, source: str) -> tuple[int, ...]:
-    entering, leaving = raw.get("aux_hidden_state_layer_ids"), published.get("target_layer_ids")
-    given = leaving if entering is None else entering
-    if not isinstance(given, list) or not given or not all(type(one) is int and one >= 0 for one in given):
-        raise BrokenModel(f"{source}: aux_hidden_state_layer_ids must list the layers to tap, found {given!r}")
-    taps = tuple(given) if entering is not None else tuple(one + 1 for one in given)
+def _taps(fields: JsonFields, published: JsonFields) -> tuple[int, ...]:
+    taps = fields.integers("aux_hidden_state_layer_ids", "a list of layers")
+    if not taps:
+        taps = tuple(layer + 1 for layer in published.integers("target_layer_ids", "a list of layers"))
+    if not taps:
+        raise fields.wrong("aux_hidden_state_layer_ids", "a list of the layers to tap")
     if len(set(taps)) < len(taps):
-        raise BrokenModel(f"{source}: a layer is tapped twice: {given}")
+        raise BrokenModel(f"{fields.source}: a layer is tapped twice: {list(taps)}")
     return taps
 
 
-def _whole(raw: Json, key: str, source: str, *, default: int | None = None, least: int = 1, most: int = 1 << 31) -> int:
-    value = raw.get(key, default)
-    if type(value) is not int or not least <= value <= most:
-        raise BrokenModel(f"{source}: {key} must be a whole number from {least} to {most}, found {value!r}")
-    return value
-
-
 def described(config: DSparkConfig) -> Json:
-    """config.json: speculators' keys, and what is ours alone under `paceline`."""
+    """Return config.json: speculators' keys, and those of this package under `paceline`."""
     architecture = next(name for name, method in BLOCK_DRAFTERS.items() if method == config.method)
-    own = {
+    keys = {
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token_id,
@@ -193,9 +170,9 @@ def described(config: DSparkConfig) -> Json:
         "draft_vocab_size": config.draft_vocab_size,
     }
     layer = {**layer_keys(config.body), "rope_parameters": rope_keys(config.body.rope)}
-    ours = {
+    own = {
         "tap_norm": config.tap_norm,
         "mask_embedding": config.mask_embedding,
         "markov_over_draft_vocab": config.markov_over_draft_vocab,
     }
-    return description(config.method, "0.4.0", architecture, layer, config.depth, config.target, ours) | own
+    return description(config.method, "0.4.0", architecture, layer, config.depth, config.target, own) | keys

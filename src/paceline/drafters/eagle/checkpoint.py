@@ -1,11 +1,12 @@
-"""A folder of an EAGLE drafter: config.json (`eagle_config`) and safetensors files, or a pytorch_model.bin.
+"""An EAGLE drafter's folder: config.json and safetensors files, or a pytorch_model.bin.
 
-Raw folders name the layer `midlayer`, speculators' `layers.0`; both are read, and `write` chooses.
+Folders as published name the layer `midlayer`, speculators' `layers.0`; both are read, and `write` chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -24,16 +25,20 @@ from paceline.drafters.eagle.config import (
 )
 from paceline.drafters.folder import (
     CONFIG,
-    Json,
+    ExportTarget,
     check_draft_ids,
     check_shapes,
     chosen,
     draft_ids,
     in_draft_vocabulary,
+    named,
+    needed,
     read_config,
     read_tensors,
+    refuse_features,
     write_folder,
 )
+from paceline.drafters.methods import SPECULATORS
 from paceline.errors import BrokenModel, ModelNotFound
 from paceline.models.spec import ModelConfig
 
@@ -43,7 +48,7 @@ REDUNDANT = ("rotary_emb.", "verifier_", "t2d")  # no tensors of the drafter, wh
 
 
 def recognise(folder: Path) -> str | None:
-    """The method of the drafter in this folder, if it is an EAGLE."""
+    """Return the method of the drafter in this folder if it is an EAGLE."""
     try:
         raw = read_config(folder)
         return is_eagle(raw, frozenset(raw and _names(folder)))
@@ -52,7 +57,7 @@ def recognise(folder: Path) -> str | None:
 
 
 def read(folder: Path, target: ModelConfig | None = None) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """The config and its tensors, checked for presence and shape, and against the target where it is given."""
+    """Return the config and its tensors, checked for presence and shape, and against the target where it is given."""
     raw = read_config(folder)
     stored = {plain_name(name): tensor for name, tensor in _load(folder).items()}
     if "speculators_model_type" not in raw and not EAGLES & stored.keys():
@@ -60,8 +65,8 @@ def read(folder: Path, target: ModelConfig | None = None) -> tuple[EagleConfig, 
             f"{folder} holds a language model of one layer and no EAGLE drafter, which would have a tensor fc.weight; "
             "a smaller model of the same vocabulary drafts with --draft-model"
         )
-    if target is not None:
-        raw = _with_defaults(raw, target)
+    if target is not None and "transformer_layer_config" not in raw:
+        raw = {"vocab_size": target.vocab_size, **raw}  # for configs and tensors that give no vocabulary
     config = parse(raw, stored, str(folder / CONFIG))
     if target is not None:
         check_target(config, target, str(folder))
@@ -71,32 +76,46 @@ def read(folder: Path, target: ModelConfig | None = None) -> tuple[EagleConfig, 
     return config, tensors
 
 
-def _with_defaults(raw: Json, target: ModelConfig) -> Json:
-    """A vocabulary that neither config nor tensors give is the target's."""
-    if "transformer_layer_config" in raw:
-        return raw
-    return {"vocab_size": target.vocab_size, **raw}
-
-
 def write(folder: Path, config: EagleConfig, tensors: Mapping[str, Tensor], *, speculators: bool = False) -> None:
-    """`tensors` by the names of `shapes`; `t2d` is derived from `d2t`."""
-    kept = chosen(tensors, shapes(config))
-    if "d2t" in kept:
-        kept["t2d"] = in_draft_vocabulary(kept["d2t"], config.body.vocab_size)
+    """Write a folder. `tensors` have the names of `shapes`; `t2d` is derived from `d2t`."""
+    written = chosen(tensors, shapes(config))
+    if "d2t" in written:
+        written["t2d"] = in_draft_vocabulary(written["d2t"], config.body.vocab_size)
     if config.fused and not speculators:
-        kept = {name.replace(f"{LAYER}.", "midlayer."): tensor for name, tensor in kept.items()}
-    write_folder(folder, speculators_description(config) if speculators else raw_description(config), kept)
+        written = {name.replace(f"{LAYER}.", "midlayer."): tensor for name, tensor in written.items()}
+    write_folder(folder, speculators_description(config) if speculators else raw_description(config), written)
+
+
+def export(folder: Path, form: str, out: Path, target: ExportTarget | None) -> None:
+    """Write an EAGLE-3 drafter as vLLM's class reads it, in speculators' layout or as published."""
+    config, tensors = read(folder, None if target is None else target.config)
+    features = {
+        "norms of q and k (write speculators instead)": config.body.qk_norm and form != SPECULATORS,
+        "a bias of fc": "fc" in config.biases,
+        "a bias of the MLP": any("mlp" in name for name in config.biases),
+        "both norm_before_fc and fc_norm": config.norm_before_fc and config.fc_norm,
+    }
+    refuse_features(folder, form, features)
+    if target is not None:
+        config = replace(config, layer_ids=config.taps(target.config.num_layers))
+    if target is not None or form == SPECULATORS:
+        config = replace(config, target=named(config.target, target, folder, form))
+    if not config.own_head and config.vocab < config.body.vocab_size:
+        config = replace(config, own_head=True)
+        model = needed(target, f"{folder} takes its output head from its model")
+        tensors = {**tensors, "lm_head.weight": model.head_rows(tensors["d2t"])}
+    write(out, config, tensors, speculators=form == SPECULATORS)
 
 
 def _names(folder: Path) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
-                found |= set(file.keys())
+                names |= set(file.keys())
         except (SafetensorError, OSError) as error:
             raise BrokenModel(f"{path} is truncated or damaged; download it again") from error
-    return found or set(_load(folder))
+    return names or set(_load(folder))
 
 
 def _load(folder: Path) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The config of an EAGLE drafter: config.json as published or in speculators' layout, and the tensors it asks for.
 
 EAGLE-3 reads the residual stream *entering* some layers of the target (vLLM's and speculators' meaning of layer ids),
-EAGLE-1 the hidden state after the final norm. Where a folder names no layers they are 2, L // 2 and L - 3.
+EAGLE-1 the hidden state after the final norm. A folder that names no layers reads 2, L // 2 and L - 3.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 from torch import Tensor
 
 from paceline.drafters.folder import (
+    FAMILIES,
     UNKNOWN_TARGET,
-    Json,
     TargetShape,
     description,
     layer_keys,
+    layer_shapes,
     refuse_another,
     rope_keys,
-    section,
     target_keys,
     target_of,
 )
 from paceline.drafters.methods import EAGLE, EAGLE3
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
+from paceline.files.json_fields import Json, JsonFields
 from paceline.models.decoder import FINAL
 from paceline.models.load.hf_config import parse_config, rope_scaling
 from paceline.models.spec import ModelConfig
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-HEADS = {"llama": 32, "qwen3": 32}  # transformers' default, which speculators' files leave out
-LLAMAS = (EAGLE, "qwen2", "mistral")  # whose layers differ from Llama's in biases and windows alone
-POSITIONS = 2048
+HEADS = 32  # transformers' default number for both families, which speculators' files leave out
+LLAMAS = (EAGLE, "qwen2", "mistral")  # families whose layers differ from Llama's in biases and windows alone
+POSITIONS = 2048  # transformers' default
 LAYER = "layers.0"
 UP = ("gate", "up")
 
@@ -51,7 +51,7 @@ class EagleConfig:
     norm_output: bool = False  # feed back the normed output
     own_embedding: bool = False
     own_head: bool = True
-    biases: frozenset[str] = field(default_factory=frozenset)  # linear layers with one
+    biases: frozenset[str] = field(default_factory=frozenset)  # names of linear layers that have one
     target: TargetShape = UNKNOWN_TARGET
 
     @property
@@ -71,7 +71,7 @@ class EagleConfig:
         return 1 if not self.fused else 3 if self.layer_ids is None else len(self.layer_ids)
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Of a target with so many layers."""
+        """Return the taps of a target with `num_layers` layers."""
         return self.layer_ids or published_layers(num_layers) if self.fused else (FINAL,)
 
 
@@ -80,7 +80,7 @@ def published_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def is_eagle(raw: Mapping[str, Any], names: frozenset[str]) -> str | None:
-    """The method of a folder with this config.json and tensors of these names, if it is one of these two."""
+    """Return the method of a folder with this config.json and tensors of these names if it is an EAGLE."""
     kind = raw.get("speculators_model_type")
     if kind is not None:
         return str(kind) if kind in (EAGLE, EAGLE3) else None
@@ -93,78 +93,66 @@ def is_eagle(raw: Mapping[str, Any], names: frozenset[str]) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """One spelling of a tensor's name for all layouts."""
+    """Return a tensor's name in the spelling that all layouts share."""
     return name.removeprefix("model.").replace("midlayer.", f"{LAYER}.")
 
 
 def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of such a drafter."""
+    """Return the shape of every tensor of such a drafter, by name."""
     body, wide = config.body, config.body.hidden_size
-    into = 2 * wide if config.fused else wide
     fused = config.num_taps * config.feature_size
-    each: dict[str, tuple[int, ...]] = {
-        "fc": (wide, fused if config.fused else 2 * wide),
-        f"{LAYER}.self_attn.q_proj": (body.q_size, into),
-        f"{LAYER}.self_attn.k_proj": (body.kv_size, into),
-        f"{LAYER}.self_attn.v_proj": (body.kv_size, into),
-        f"{LAYER}.self_attn.o_proj": (wide, body.q_size),
-        f"{LAYER}.mlp.gate_proj": (body.intermediate_size, wide),
-        f"{LAYER}.mlp.up_proj": (body.intermediate_size, wide),
-        f"{LAYER}.mlp.down_proj": (wide, body.intermediate_size),
-        f"{LAYER}.post_attention_layernorm": (wide,),
-    }
+    layer = layer_shapes(body, 2 * wide if config.fused else wide)
+    parts: dict[str, tuple[int, ...]] = {"fc": (wide, fused if config.fused else 2 * wide)}
+    parts |= {f"{LAYER}.{name}": shape for name, shape in layer.items()}
     if config.fused:
-        each |= {f"{LAYER}.input_layernorm": (wide,), f"{LAYER}.hidden_norm": (wide,), "norm": (wide,)}
-    if body.qk_norm:
-        each |= {f"{LAYER}.self_attn.{part}_norm": (body.head_dim,) for part in "qk"}
+        parts |= {f"{LAYER}.input_layernorm": (wide,), f"{LAYER}.hidden_norm": (wide,), "norm": (wide,)}
     if config.norm_before_fc:
-        each["input_norm"] = (fused,)
+        parts["input_norm"] = (fused,)
     if config.fc_norm:
-        each |= {f"fc_norm.{tap}": (config.feature_size,) for tap in range(config.num_taps)}
+        parts |= {f"fc_norm.{tap}": (config.feature_size,) for tap in range(config.num_taps)}
     if config.own_head:
-        each["lm_head"] = (config.vocab, wide)
+        parts["lm_head"] = (config.vocab, wide)
     if config.own_embedding:
-        each["embed_tokens"] = (body.vocab_size, wide)
-    found = {f"{name}.weight": shape for name, shape in each.items()}
-    found |= {f"{name}.bias": each[name][:1] for name in sorted(config.biases)}
-    return found | ({"d2t": (config.vocab,)} if config.vocab < body.vocab_size else {})
+        parts["embed_tokens"] = (body.vocab_size, wide)
+    tensors = {f"{name}.weight": shape for name, shape in parts.items()}
+    tensors |= {f"{name}.bias": parts[name][:1] for name in sorted(config.biases)}
+    return tensors | ({"d2t": (config.vocab,)} if config.vocab < body.vocab_size else {})
 
 
 def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
     method = is_eagle(raw, frozenset(tensors))
     if method is None:
         raise BrokenModel(f"{source} describes no EAGLE drafter")
-    speculators = "speculators_model_type" in raw
-    fused, eagle = method == EAGLE3, section(raw, "eagle_config", source)
-    layer = section(raw, "transformer_layer_config", source) if speculators else raw
-    body = _body(layer, tensors, fused, source)
-    if eagle.get("use_aux_hidden_state", True) is not True:
+    fields = JsonFields(raw, source)
+    fused, eagle = method == EAGLE3, fields.section("eagle_config")
+    layer = fields.section("transformer_layer_config") if "speculators_model_type" in raw else fields
+    body = _body(layer.values, tensors, fused, source)
+    if eagle.values.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModel(f"{source}: use_aux_hidden_state false is not supported")
-    ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    vocab = raw.get("draft_vocab_size")
     biases = frozenset(name.removesuffix(".bias") for name in tensors if name.endswith(".bias"))
     for parts in ([f"{LAYER}.self_attn.{part}_proj" for part in "qkv"], [f"{LAYER}.mlp.{part}_proj" for part in UP]):
         if biases & set(parts) and not biases >= set(parts):
             raise BrokenModel(f"{source}: tensor {min(set(parts) - biases)}.bias is missing")
+    vocab = fields.integer("draft_vocab_size", 0, least=0)
     return EagleConfig(
         body=body,
         fused=fused,
-        layer_ids=_layer_ids(ids, source) if fused else None,
-        target_hidden_size=_whole(raw, "target_hidden_size", source),
-        draft_vocab_size=0 if vocab in (None, body.vocab_size) else _whole(raw, "draft_vocab_size", source),
-        norm_before_residual=_flag(raw, "norm_before_residual"),
-        norm_before_fc=fused and _flag({**raw, **eagle}, "norm_before_fc"),
-        fc_norm=fused and _flag(raw, "fc_norm"),
-        norm_output=_flag(raw, "norm_output"),
+        layer_ids=_layer_ids(fields, eagle) if fused else None,
+        target_hidden_size=fields.integer("target_hidden_size", 0, least=0),
+        draft_vocab_size=0 if vocab == body.vocab_size else vocab,
+        norm_before_residual=fields.flag("norm_before_residual"),
+        norm_before_fc=fused and eagle.flag("norm_before_fc", fields.flag("norm_before_fc")),
+        fc_norm=fused and fields.flag("fc_norm"),
+        norm_output=fields.flag("norm_output"),
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
         biases=biases,
-        target=target_of(raw, source),
+        target=target_of(fields),
     )
 
 
 def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) -> ModelConfig:
-    """Keys that a file leaves out are read off the tensors, or are transformers' defaults."""
+    """Return the layer's config; keys that a file leaves out are read off the tensors or are transformers' defaults."""
     family = str(layer.get("model_type", "llama"))
     family = "llama" if family in LLAMAS else family
     if family not in FAMILIES:
@@ -176,8 +164,8 @@ def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) 
     if queries is None or gate is None:
         missing = f"{attention}.q_proj.weight" if queries is None else f"{LAYER}.mlp.gate_proj.weight"
         raise BrokenModel(f"{source}: tensor {missing} is missing")
-    heads = layer.get("num_attention_heads") or HEADS[family]
-    found: Json = {
+    heads = layer.get("num_attention_heads") or HEADS
+    defaults: Json = {
         "hidden_size": queries.shape[1] // (2 if fused else 1),
         "intermediate_size": len(gate),
         "num_attention_heads": heads,
@@ -185,33 +173,20 @@ def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) 
         **({"head_dim": len(queries) // heads} if type(heads) is int and heads > 0 else {}),
         **({"vocab_size": len(tensors["t2d"])} if "t2d" in tensors else {}),
     }
-    given = {key: value for key, value in layer.items() if value is not None and key != "architectures"}
-    merged = {**found, **given, "architectures": [FAMILIES[family]], "num_hidden_layers": 1, "attention_bias": False}
+    keys = {key: value for key, value in layer.items() if value is not None and key != "architectures"}
+    merged = {**defaults, **keys, "architectures": [FAMILIES[family]], "num_hidden_layers": 1, "attention_bias": False}
     body = parse_config({**merged, "mlp_bias": False, "layer_types": None, "use_sliding_window": False}, source)
     if f"{attention}.q_norm.weight" not in tensors and body.qk_norm:
         raise BrokenModel(f"{source}: tensor {attention}.q_norm.weight is missing")
     return body
 
 
-def _layer_ids(given: object, source: str) -> tuple[int, ...] | None:
-    if given is None or given == []:
-        return None
-    if not isinstance(given, list) or not all(type(one) is int and one >= 0 for one in given):
-        raise BrokenModel(f"{source}: eagle_aux_hidden_state_layer_ids must be layer numbers, found {given!r}")
-    if sorted(set(given)) != given:
-        raise UnsupportedModel(f"{source}: eagle_aux_hidden_state_layer_ids must ascend, found {given}")
-    return tuple(given)
-
-
-def _whole(raw: Json, key: str, source: str) -> int:
-    value = raw.get(key) or 0
-    if type(value) is not int or value < 0:
-        raise BrokenModel(f"{source}: {key} must be a positive whole number, found {value!r}")
-    return value
-
-
-def _flag(raw: Mapping[str, Any], key: str) -> bool:
-    return bool(raw.get(key, False))
+def _layer_ids(fields: JsonFields, eagle: JsonFields) -> tuple[int, ...] | None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = fields.integers(key, "layer numbers") or eagle.integers(key, "layer numbers")
+    if list(ids) != sorted(set(ids)):
+        raise UnsupportedModel(f"{fields.source}: {key} must ascend, found {list(ids)}")
+    return ids or None
 
 
 def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
@@ -240,32 +215,32 @@ def _layer(config: EagleConfig) -> Json:
 
 
 def raw_description(config: EagleConfig) -> Json:
-    """config.json of a folder as published."""
+    """Return config.json of a folder as published."""
     name = "LlamaForCausalLMEagle3" if config.fused else "EagleLlamaForCausalLM"
-    found: Json = {"architectures": [name], **_layer(config)}
+    raw: Json = {"architectures": [name], **_layer(config)}
     if config.body.rope.kind != "default":
-        found["rope_scaling"] = rope_scaling(config.body.rope)
+        raw["rope_scaling"] = rope_scaling(config.body.rope)
     if config.fused:
-        found |= {"draft_vocab_size": config.vocab, "norm_before_residual": config.norm_before_residual}
-        found |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_fc": config.norm_before_fc}
+        raw |= {"draft_vocab_size": config.vocab, "norm_before_residual": config.norm_before_residual}
+        raw |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_fc": config.norm_before_fc}
         if config.target_hidden_size:
-            found["target_hidden_size"] = config.target_hidden_size
+            raw["target_hidden_size"] = config.target_hidden_size
         if config.layer_ids is not None:
-            found["eagle_config"] = {
+            raw["eagle_config"] = {
                 "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
                 "use_aux_hidden_state": True,
                 "norm_before_fc": config.norm_before_fc,
             }
     else:
-        found["bias"] = "fc" in config.biases
-    return found | {"paceline": {"target": target_keys(config.target)}}
+        raw["bias"] = "fc" in config.biases
+    return raw | {"paceline": {"target": target_keys(config.target)}}
 
 
 def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
-    """config.json in speculators' layout; `tokens`: of a chain, unless its reader chooses."""
+    """Return config.json in speculators' layout; `tokens`: of a chain, unless its reader chooses."""
     assert config.fused, "speculators has no EAGLE-1"
     layer = {**_layer(config), "num_aux_hidden_states": config.num_taps, "rope_parameters": rope_keys(config.body.rope)}
-    own = {
+    keys = {
         "draft_vocab_size": config.vocab,
         "target_hidden_size": config.target_hidden_size or None,
         "norm_before_residual": config.norm_before_residual,
@@ -274,4 +249,4 @@ def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
         "norm_output": config.norm_output,
         "eagle_aux_hidden_state_layer_ids": None if config.layer_ids is None else list(config.layer_ids),
     }
-    return description(config.method, "0.9.0", "Eagle3DraftModel", layer, tokens, config.target) | own
+    return description(config.method, "0.9.0", "Eagle3DraftModel", layer, tokens, config.target) | keys
