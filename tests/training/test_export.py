@@ -20,8 +20,8 @@ from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.heads import checkpoint as medusa_checkpoint
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
-from paceline.training.export import ExportTarget, export
 from paceline.models.spec import ModelConfig
+from paceline.training.export import ExportTarget, export
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.eagle.eagles import config_for, random_tensors
 from tests.drafters.overfit import random_heads
