@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Answer, Run
+from paceline.bench.measurement import Run, TimedAnswer
 from paceline.bench.prompts import Prompt
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class FakeEngine:
             for start in range(1, len(tokens), each):
                 count = min(each, len(tokens) - start)
                 commits.append((pace * (start + count), count))
-            answers.append(Answer(tuple(tokens), tuple(commits), subject.stats(len(tokens), len(commits))))
+            answers.append(TimedAnswer(tuple(tokens), tuple(commits), subject.stats(len(tokens), len(commits))))
         run = Run(tuple(answers), outside_s=0.1 * pace)
         subject.now += run.seconds
         subject.log.append((self.contender, tuple(map(tuple, prompts)), len(prompts)))

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.bench.engines import Engines, TimedEngine
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Answer, Measurement, Run, cells
+from paceline.bench.measurement import Measurement, Run, TimedAnswer, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import Plan, measure
@@ -272,7 +272,7 @@ def test_an_interruption_before_anything_was_measured_leaves_nothing(bench, tmp_
 
 def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(bench, monkeypatch) -> None:
     def brief(self: TimedEngine, prompts: Any, params: Any) -> Run:
-        return Run(tuple(Answer((1, 2), ((0.1, 1), (0.2, 1))) for _ in prompts))
+        return Run(tuple(TimedAnswer((1, 2), ((0.1, 1), (0.2, 1))) for _ in prompts))
 
     monkeypatch.setattr(TimedEngine, "answer", brief)
     code, out, err = bench("--methods", "ngram")
@@ -294,7 +294,7 @@ def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(bench, m
         (["--temperature", "-1"], "temperature: must be at least 0"),
         (["--seed", "soon"], "seed: must be a whole number, or none"),
         (["--workloads", "chat"], "workloads: 'chat' is not one of prompts"),
-        (["--timeout", "0"], "timeout: is for servers only"),
+        (["--timeout", "5"], "timeout: is for servers only"),
         (["--out", "/proc/results"], "out: cannot write to /proc/results"),
         (["--endpoint", "http://127.0.0.1:9"], "device: is for our own engines only"),
     ],

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Answer, Measurement, Run, cells
+from paceline.bench.measurement import Measurement, Run, TimedAnswer, cells
 from paceline.bench.results import Cell
 from paceline.bench.runner import WARM_UP, Plan, measure
 from tests.bench.fake_subject import FAST, PLAIN, FakeSubject, prompts
@@ -145,9 +145,9 @@ def test_an_interruption_keeps_the_groups_that_all_have_answered() -> None:
 
 
 def test_tokens_committed_together_share_their_wait() -> None:
-    answer = Answer((1, 2, 3, 4), ((1.0, 1), (1.6, 3)))
+    answer = TimedAnswer((1, 2, 3, 4), ((1.0, 1), (1.6, 3)))
     assert list(answer.gaps()) == pytest.approx([0.2, 0.2, 0.2])
-    run = Run((answer, Answer((1, 2), ((0.5, 1), (0.8, 1)))))
+    run = Run((answer, TimedAnswer((1, 2), ((0.5, 1), (0.8, 1)))))
     assert run.seconds == 1.6
     assert run.decoding() == (pytest.approx(0.6), 3)
 

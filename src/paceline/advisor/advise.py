@@ -24,7 +24,7 @@ from paceline.bench.intervals import MIN_PAIRS, MIN_TOKENS
 from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL
-from paceline.bench.runner import OnProgress, Plan, Subject, measure
+from paceline.bench.runner import EngineUnderTest, OnProgress, Plan, measure
 from paceline.config import AUTO
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.errors import InvalidParameter
@@ -159,7 +159,7 @@ def check_halves(halves: Sequence[Sequence[Prompt]], levels: Sequence[int], max_
 
 
 def measure_half(
-    subject: Subject,
+    subject: EngineUnderTest,
     prompts: Sequence[Prompt],
     plan: Plan,
     contenders: Sequence[Contender],

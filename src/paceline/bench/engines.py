@@ -18,7 +18,7 @@ import torch
 
 from paceline.bench.draft_models import MEMORY_SHARE, WITH_MODEL, DraftModel, load_draft_model
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Answer, Run
+from paceline.bench.measurement import Run, TimedAnswer
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import machine_facts
 from paceline.build import load, make_drafters, make_engine, make_policy
@@ -63,7 +63,7 @@ class TimedEngine:
                 commits[sequence.key].append((moment, len(tokens)))
                 kinds[sequence.key] += [kind == TokenKind.DRAFTED for kind in result.kinds_of(at)]
         answers = tuple(
-            Answer(
+            TimedAnswer(
                 tuple(sequence.output_tokens),
                 tuple(commits[sequence.key]),
                 sequence.stats,

@@ -20,7 +20,7 @@ GOOD, MIXED, BAD, UNKNOWN = "good", "mixed", "bad", "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Conclusion:
     tone: str
     sentence: str  # switch it on, up to where, or leave it off
     figure: str | None = None
@@ -35,7 +35,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestCell:
     """The most promising cell at one concurrency, among so many compared at all of them."""
 
     cell: Cell
@@ -73,11 +73,11 @@ def judged(cell: Cell) -> Speedup | None:
     return cell.without_loops.speedup if cell.without_loops else None
 
 
-def best_by_concurrency(cells: Sequence[Cell]) -> list[Best]:
+def best_by_concurrency(cells: Sequence[Cell]) -> list[BestCell]:
     """Those that surely pay come before those with a higher ratio."""
     figures = [(cell, speedup) for cell in cells if (speedup := judged(cell)) is not None]
-    best = [Best(cell, speedup, len(figures)) for cell, speedup in figures]
-    found: dict[int, Best] = {}
+    best = [BestCell(cell, speedup, len(figures)) for cell, speedup in figures]
+    found: dict[int, BestCell] = {}
     for each in sorted(best, key=lambda each: (each.pays, each.speedup.ratio), reverse=True):
         found.setdefault(each.cell.concurrency, each)
     return [found[concurrency] for concurrency in sorted(found)]
@@ -94,7 +94,7 @@ def rival(results: Results) -> str:
     return "plain decoding" if results.endpoint is None else "the baseline"
 
 
-def verdict(results: Results) -> Verdict:
+def verdict(results: Results) -> Conclusion:
     cells = overall(results)
     best = best_by_concurrency(cells)
     if not best:
@@ -111,7 +111,7 @@ def verdict(results: Results) -> Verdict:
         sentence = f"{switch}: {_no_gain(head, all(found.speedup.high < 1 for found in best), over)}."
     known = {cell.concurrency for cell in cells if judged(cell)}
     silent = dict.fromkeys(cell.concurrency for cell in cells if cell.speedup and cell.concurrency not in known)
-    return Verdict(
+    return Conclusion(
         tone=BAD if not paying else MIXED if len(paying) < len(best) else GOOD,
         sentence=sentence,
         figure=head.ratio,
@@ -124,20 +124,20 @@ def verdict(results: Results) -> Verdict:
     )
 
 
-def _levels(paying: list[Best], best: list[Best]) -> str:
+def _levels(paying: list[BestCell], best: list[BestCell]) -> str:
     levels = [found.cell.concurrency for found in paying]
     if paying != best[: len(paying)]:
         return f"{words.listed([str(level) for level in levels])} requests at a time"
     return words.at_once(levels[0]) if len(levels) == 1 else f"up to {levels[-1]} requests at a time"
 
 
-def _no_gain(best: Best, slower: bool, over: str) -> str:
+def _no_gain(best: BestCell, slower: bool, over: str) -> str:
     if best.may_be_chance:
         return f"{best.cell.label} was the fastest of {best.compared} compared, which may be chance; give more prompts"
     return f"everything measured is slower than {over}" if slower else f"nothing measured is clearly faster than {over}"
 
 
-def _at_level(best: Best, over: str) -> str:
+def _at_level(best: BestCell, over: str) -> str:
     where, label, figure = best.where.capitalize(), best.cell.label, f"{best.ratio} ({best.interval})"
     if best.pays:
         return f"{where} {label} is the fastest: {figure}."
@@ -158,13 +158,13 @@ def _by_workload(results: Results, chosen: Cell) -> list[str]:
     return [f"By workload it ranges from {words.ratio(low)} ({worst}) to {words.ratio(high)} ({most})."]
 
 
-def _without_comparison(results: Results, cells: Sequence[Cell]) -> Verdict:
+def _without_comparison(results: Results, cells: Sequence[Cell]) -> Conclusion:
     rated = sorted((cell for cell in cells if cell.tokens_per_s is not None), key=lambda cell: cell.concurrency)
     if results.endpoint is None or not rated or any(cell.plain for cell in cells):
         what = "Without the answers that loop, too little" if any(cell.speedup for cell in cells) else "Too little"
-        return Verdict(tone=UNKNOWN, sentence=f"{what} was measured to say whether speculation pays.")
+        return Conclusion(tone=UNKNOWN, sentence=f"{what} was measured to say whether speculation pays.")
     speeds = [f"{words.rate(cell.tokens_per_s)} with {words.at_once(cell.concurrency)}" for cell in rated]
-    return Verdict(
+    return Conclusion(
         tone=UNKNOWN,
         sentence=f"Tokens per second of this server: {words.listed(speeds)}.",
         figure=words.rate(rated[0].tokens_per_s),

@@ -12,6 +12,7 @@ from paceline.drafters.method_names import unknown_method
 from paceline.errors import InvalidParameter
 
 MAX_CONCURRENCY = 256
+ENDPOINT = "endpoint"  # the method of a server, which drafts as it likes
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Contender:
 
     @property
     def takes_k(self) -> bool:
-        return self.method not in (PLAIN, AUTO)
+        return self.method not in (PLAIN, AUTO, ENDPOINT)
 
     @property
     def label(self) -> str:
@@ -31,7 +32,7 @@ class Contender:
             return f"{AUTO} with {name}" if self.method == AUTO else f"{name} k={self.k}"
         if self.takes_k:
             return f"{self.method} k={AUTO if self.k is None else self.k}"
-        return "plain" if self.method == PLAIN else AUTO
+        return "plain" if self.method == PLAIN else self.method
 
 
 def contenders(

@@ -18,7 +18,7 @@ from paceline.errors import InvalidParameter
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     prompts: tuple[Prompt, ...]
 
     @property
@@ -32,20 +32,20 @@ class Group:
         return len(self.prompts[0].turns)
 
 
-def make_groups(prompts: Sequence[Prompt], concurrency: int, seed: int = 0) -> tuple[list[Group], list[Prompt]]:
+def make_groups(prompts: Sequence[Prompt], concurrency: int, seed: int = 0) -> tuple[list[PromptGroup], list[Prompt]]:
     """The groups in the order to run them, and the prompts left out.
 
     One group of each workload in turn: an interrupted run has seen all of them, and what an engine learns on the way
     (suffixes, acceptance) is not learnt on one workload and used on the next.
     """
     noise = random.Random(seed)
-    queues: list[list[Group]] = []
+    queues: list[list[PromptGroup]] = []
 
     def fill(members: list[Prompt]) -> list[Prompt]:
         """One more queue, of full groups; the prompts that fill none."""
         noise.shuffle(members)
         whole = len(members) // concurrency * concurrency
-        queues.append([Group(tuple(members[at : at + concurrency])) for at in range(0, whole, concurrency)])
+        queues.append([PromptGroup(tuple(members[at : at + concurrency])) for at in range(0, whole, concurrency)])
         return members[whole:]
 
     alike: dict[tuple[str, int], list[Prompt]] = {}
@@ -58,15 +58,17 @@ def make_groups(prompts: Sequence[Prompt], concurrency: int, seed: int = 0) -> t
     return [group for each in itertools.zip_longest(*queues) for group in each if group is not None], left_out
 
 
-def check_enough(prompts: Sequence[Prompt], concurrencies: Sequence[int], max_tokens: int) -> None:
-    """Refuse, before the run, one that could not give a figure."""
+def check_enough(
+    prompts: Sequence[Prompt], concurrencies: Sequence[int], max_tokens: int, pairs: int = MIN_PAIRS
+) -> None:
+    """Refuse, before the run, one that could not give a figure, which takes `pairs` groups."""
     for concurrency in concurrencies:
         groups, _ = make_groups(prompts, concurrency)
-        if len(groups) < MIN_PAIRS:
+        if len(groups) < pairs:
             raise InvalidParameter(
                 "concurrency" if concurrency > 1 else "prompts",
-                f"{len(prompts)} prompts fill {len(groups)} groups of {concurrency}, and a speed-up needs {MIN_PAIRS} "
-                f"or more: give at least {MIN_PAIRS * concurrency} prompts with equally many turns"
+                f"{len(prompts)} prompts fill {len(groups)} groups of {concurrency}, and a figure needs {pairs} "
+                f"or more: give at least {pairs * concurrency} prompts with equally many turns"
                 + (", or lower the concurrency" if concurrency > 1 else ""),
             )
         most = sum(concurrency * group.turns * max_tokens for group in groups)

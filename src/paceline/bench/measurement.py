@@ -4,12 +4,11 @@ and the workload "all" for all of them together.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline import __version__
 from paceline.bench.grid import Contender
@@ -17,12 +16,9 @@ from paceline.bench.intervals import MIN_TOKENS, Pair, loops, paired, speedup, s
 from paceline.bench.results import ALL, PLAIN, Cell, Results, WithoutLoops
 from paceline.outputs import SpeculationStats
 
-if TYPE_CHECKING:
-    from paceline.bench.endpoint_metrics import Counters
-
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     tokens: tuple[Any, ...]  # token ids; of a server, the pieces of its text
     commits: tuple[tuple[float, int], ...]  # (seconds, tokens that came then), on the clock of `sent`
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -50,9 +46,9 @@ class Answer:
 class Run:
     """One contender's answers to one group at one turn."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[TimedAnswer, ...]
     outside_s: float | None = None  # of the time, outside the models; None where it cannot be measured
-    counted: Counters | None = None  # growth of a server's own counters
+    counted: SpeculationStats | None = None  # by a server's own counters
 
     @property
     def seconds(self) -> float:
@@ -81,7 +77,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class AnswerRow:
     """One group at one turn, answered by every contender within the same moments."""
 
     group: int  # the pair it belongs to: all turns of a group are one
@@ -96,7 +92,7 @@ class Measurement:
     """Grows as the run goes on; every row in it is complete, even if the run is interrupted."""
 
     contenders: list[Contender]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AnswerRow] = field(default_factory=list)
     left_out: dict[int, int] = field(default_factory=dict)  # concurrency -> prompts that filled no group
     comparable: bool = True  # whether all contenders are to give the same tokens: greedy, or seeded
     complete: bool = False
@@ -157,7 +153,7 @@ def cells(measurement: Measurement) -> tuple[Cell, ...]:
     return tuple(found)
 
 
-def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement: Measurement) -> Cell:
+def _cell(workload: str, contender: Contender, rows: Sequence[AnswerRow], measurement: Measurement) -> Cell:
     plain = plain_of(measurement.contenders)
     compared = plain is not None and contender != plain
     calm = [row for row in rows if not any(loops(one.tokens) for one in _answers([row], contender, plain))]
@@ -204,25 +200,24 @@ def _reading_rate(runs: Sequence[Run]) -> float | None:
 
 
 def _pairs(
-    rows: Sequence[Row], contender: Contender, plain: Contender | None, part: Callable[[Run], tuple[float, int]]
+    rows: Sequence[AnswerRow], contender: Contender, plain: Contender | None, part: Callable[[Run], tuple[float, int]]
 ) -> list[Pair]:
     return paired((row.group, part(row.runs[plain or contender]), part(row.runs[contender])) for row in rows)
 
 
-def _answers(rows: Sequence[Row], *contenders: Contender | None) -> list[Answer]:
+def _answers(rows: Sequence[AnswerRow], *contenders: Contender | None) -> list[TimedAnswer]:
     return [answer for row in rows for each in contenders if each is not None for answer in row.runs[each].answers]
 
 
-def _identical(rows: Sequence[Row], contender: Contender, plain: Contender) -> bool:
+def _identical(rows: Sequence[AnswerRow], contender: Contender, plain: Contender) -> bool:
     pairs = zip(_answers(rows, contender), _answers(rows, plain), strict=True)
     return all(mine.tokens == theirs.tokens for mine, theirs in pairs)
 
 
 def _speculation(runs: Sequence[Run]) -> SpeculationStats:
-    """From the engines' requests, or from a server's counters over the runs that were counted."""
+    """Merge the statistics of the engines' requests, or those of a server's counters."""
     merged = SpeculationStats()
     for run in runs:
-        for answer in run.answers:
-            merged.merge(answer.stats)
-    counted = [run.counted for run in runs if run.counted is not None]
-    return functools.reduce(lambda one, other: one.plus(other), counted).stats() if counted else merged
+        for stats in [answer.stats for answer in run.answers] if run.counted is None else [run.counted]:
+            merged.merge(stats)
+    return merged

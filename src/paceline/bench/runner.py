@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.bench.grid import Contender
-from paceline.bench.groups import Group, make_groups
-from paceline.bench.measurement import Measurement, Row, Run, plain_of
+from paceline.bench.groups import PromptGroup, make_groups
+from paceline.bench.measurement import AnswerRow, Measurement, Run, plain_of
 from paceline.bench.prompts import Prompt
 from paceline.sampling_params import SamplingParams
 
@@ -33,7 +33,7 @@ class Answerer(Protocol):
     def answer(self, prompts: Sequence[Sequence[Any]], params: Sequence[SamplingParams]) -> Run: ...
 
 
-class Subject(Protocol):
+class EngineUnderTest(Protocol):
     """What is measured: `engines.Engines`, `endpoint.Servers`, or a fake with a clock of its own."""
 
     @property
@@ -52,7 +52,7 @@ class Plan:
 
 
 def measure(
-    subject: Subject,
+    subject: EngineUnderTest,
     prompts: Sequence[Prompt],
     plan: Plan,
     measurement: Measurement,
@@ -63,7 +63,7 @@ def measure(
     measurement.comparable = plan.temperature == 0 or plan.seed is not None
     grouped = {level: make_groups(prompts, level, plan.seed or 0) for level in plan.concurrencies}
     turns = sum(_weight(level) * group.turns for level, (groups, _) in grouped.items() for group in groups)
-    work = Work(len(measurement.contenders) * turns, on_progress)
+    work = WorkEstimate(len(measurement.contenders) * turns, on_progress)
     pair = 0
     for concurrency, (groups, left_out) in grouped.items():
         measurement.left_out[concurrency] = len(left_out)
@@ -82,7 +82,11 @@ def measure(
 
 
 def collect(
-    subject: Subject, prompts: Sequence[Prompt], plan: Plan, contenders: Sequence[Contender], on_progress: OnProgress
+    subject: EngineUnderTest,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    contenders: Sequence[Contender],
+    on_progress: OnProgress,
 ) -> tuple[Measurement, BaseException | None]:
     """As `measure`, with the reason to stop early beside the rows so far; raised where there are none."""
     measurement = Measurement(list(contenders))
@@ -96,14 +100,14 @@ def collect(
 
 
 def _rows(
-    subject: Subject,
+    subject: EngineUnderTest,
     answerers: Mapping[Contender, Answerer],
-    group: Group,
+    group: PromptGroup,
     pair: int,
     plan: Plan,
     noise: random.Random,
-    work: Work,
-) -> Iterator[Row]:
+    work: WorkEstimate,
+) -> Iterator[AnswerRow]:
     """One row per turn; the next turn continues from plain decoding's answers, or the only contender's."""
     concurrency = len(group.prompts)
     leader = plain_of(list(answerers)) or next(iter(answerers))
@@ -118,7 +122,7 @@ def _rows(
             work.begin(f"{group.workload or 'mixed'}, {concurrency} at once, {contender.label}")
             runs[contender] = answerers[contender].answer(asked, params)
             work.done += _weight(concurrency)
-        yield Row(pair, group.workload, concurrency, runs, group.prompts[0].turns[turn])
+        yield AnswerRow(pair, group.workload, concurrency, runs, group.prompts[0].turns[turn])
         for answers, answer in zip(talks, runs[leader].answers, strict=True):
             answers.append(subject.decode(answer.tokens))
 
@@ -132,7 +136,7 @@ def _params(plan: Plan, defaults: Mapping[str, Any], pair: int, turn: int, index
 
 
 @dataclass
-class Work:
+class WorkEstimate:
     """How much is done, in units of about the same time."""
 
     total: float

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from paceline.bench.findings import overall
 from paceline.bench.report import plots, words
-from paceline.bench.report.plots import Axis, Line, Series
+from paceline.bench.report.plots import Axis, ChartLine, Series
 from paceline.bench.results import ALL, PLAIN, Cell, Results, Speedup, Spread
 
 LANE = 11  # pixels between the contenders of one workload
@@ -26,7 +26,7 @@ LATENCIES: tuple[tuple[str, Callable[[Cell], Spread | None]], ...] = (
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     label: str
     swatch: Markup
     drawing: Markup
@@ -36,11 +36,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Group:
+class FigureGroup:
     """The rows of one concurrency, above their scale."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
     scale: str = ""
 
 
@@ -61,7 +61,7 @@ class Figures:
 
     # -- speed-ups: dots with their intervals against the line at 1
 
-    def together(self) -> list[Group]:
+    def together(self) -> list[FigureGroup]:
         """All workloads together: a row for each contender, by concurrency."""
         compared = [cell for cell in self.overall if not cell.plain]
         return self._groups(
@@ -69,7 +69,7 @@ class Figures:
             lambda axis, level: [self._row(axis, cell) for cell in compared if cell.concurrency == level],
         )
 
-    def by_workload(self) -> list[Group]:
+    def by_workload(self) -> list[FigureGroup]:
         """One lane a workload, with all contenders in it, by concurrency; nothing where there is but one workload."""
         names = self.workloads if len(self.workloads) > 1 else []
         return self._groups(
@@ -77,32 +77,32 @@ class Figures:
             lambda axis, level: [lane for name in names if (lane := self._lane(axis, name, level))],
         )
 
-    def _groups(self, cells: Iterable[Cell], rows: Callable[[Axis, int], list[Row]]) -> list[Group]:
+    def _groups(self, cells: Iterable[Cell], rows: Callable[[Axis, int], list[FigureRow]]) -> list[FigureGroup]:
         """By concurrency, on one axis for all of them; nothing where there is no speed-up to show."""
         found = [cell.speedup for cell in cells if cell.speedup is not None]
         if not found:
             return []
         axis = plots.ratio_axis(found)
         scale = plots.scale(axis, {tick: f"{tick:g}×" for tick in axis.ticks})
-        groups = [Group(words.at_once(level), tuple(rows(axis, level)), scale) for level in self.levels]
+        groups = [FigureGroup(words.at_once(level), tuple(rows(axis, level)), scale) for level in self.levels]
         return [group for group in groups if group.rows]
 
-    def _row(self, axis: Axis, cell: Cell) -> Row:
+    def _row(self, axis: Axis, cell: Cell) -> FigureRow:
         speedup, swatch = cell.speedup, self.swatch(cell.label)
         if speedup is None:
-            return Row(cell.label, swatch, _empty(axis), words.DASH, cell.too_short or "not compared", "unknown")
+            return FigureRow(cell.label, swatch, _empty(axis), words.DASH, cell.too_short or "not compared", "unknown")
         hint = _hint(cell, speedup)
         dot = plots.whisker(axis, plots.MIDDLE, self.series[cell.label], speedup, hint)
         drawing = plots.track(plots.grid(axis, 2 * plots.MIDDLE, emphasis=1), dot, label=hint)
         figure, note = words.ratio(speedup.ratio), words.interval(speedup)
-        return Row(cell.label, swatch, drawing, figure, note, words.outcome(speedup))
+        return FigureRow(cell.label, swatch, drawing, figure, note, words.outcome(speedup))
 
-    def _lane(self, axis: Axis, workload: str, level: int) -> Row | None:
+    def _lane(self, axis: Axis, workload: str, level: int) -> FigureRow | None:
         cells = [cell for cell in self.results.cells if (cell.workload, cell.concurrency) == (workload, level)]
         found = [(cell, cell.speedup) for cell in cells if cell.speedup is not None]
         if not found:
             short = any(cell.too_short for cell in cells)
-            nothing = Row(workload, Markup(), _empty(axis), words.DASH, "too little measured", "unknown")
+            nothing = FigureRow(workload, Markup(), _empty(axis), words.DASH, "too little measured", "unknown")
             return nothing if short else None
         height = LANE * (len(found) + 1)
         dots = [
@@ -113,7 +113,7 @@ class Figures:
         backdrop = plots.grid(axis, height, emphasis=1)
         drawing = plots.track(backdrop, *dots, height=height, label=f"speed-ups on {workload}")
         note = f"best: {cell.label}" if len(found) > 1 else words.interval(best)
-        return Row(workload, Markup(), drawing, words.ratio(best.ratio), note, words.outcome(best))
+        return FigureRow(workload, Markup(), drawing, words.ratio(best.ratio), note, words.outcome(best))
 
     # -- tokens per second
 
@@ -130,7 +130,7 @@ class Figures:
         for label, series in self.series.items():
             mine = sorted((cell.concurrency, rate) for cell, rate in rated if cell.label == label)
             hints = [f"{label}, {words.at_once(level)}: {words.rate(rate)} tokens/s" for level, rate in mine]
-            lines.append(Line(series, tuple((float(level), rate) for level, rate in mine), tuple(hints)))
+            lines.append(ChartLine(series, tuple((float(level), rate) for level, rate in mine), tuple(hints)))
         up = plots.wide_axis([rate for _, rate in rated])
         first, last = self.levels[0], self.levels[-1]
         across = Axis(first / (last / first) ** 0.15, last * (last / first) ** 0.08, log=True)
@@ -139,14 +139,14 @@ class Figures:
         x_words = {float(level): str(level) for level in self.levels}
         return plots.chart(lines, across, up, x_words, y_words, "tokens per second over concurrency")
 
-    def rates(self) -> Group:
+    def rates(self) -> FigureGroup:
         axis, y, rows = plots.zero_axis([rate for _, rate in self.rated]), plots.MIDDLE, []
         for cell, rate in self.rated:
             series = self.series[cell.label]
             bar = plots.level_line(axis, y, series, 0, rate, "line thick")
             drawing = plots.track(bar, plots.mark(axis.x(rate), y, series), label=f"{words.rate(rate)} tokens/s")
-            rows.append(Row(cell.label, self.swatch(cell.label), drawing, words.rate(rate), "tokens/s"))
-        return Group("tokens per second", tuple(rows))
+            rows.append(FigureRow(cell.label, self.swatch(cell.label), drawing, words.rate(rate), "tokens/s"))
+        return FigureGroup("tokens per second", tuple(rows))
 
     # -- acceptance
 
@@ -168,10 +168,10 @@ class Figures:
         across = Axis(1 - 0.1 * longest, longest + 0.3)  # room for the labels of the vertical axis
         return plots.chart(lines, across, up, x_words, y_words, "acceptance by position")
 
-    def _accepted(self, cell: Cell) -> Line:
+    def _accepted(self, cell: Cell) -> ChartLine:
         pairs = enumerate(zip(cell.drafted_per_position, cell.accepted_per_position, strict=False), start=1)
         known = [(position, drafted, accepted) for position, (drafted, accepted) in pairs if drafted]
-        return Line(
+        return ChartLine(
             self.series[cell.label],
             tuple((float(position), accepted / drafted) for position, drafted, accepted in known),
             tuple(f"{cell.label}, position {place}: {n:,} of {of:,} accepted" for place, of, n in known),
@@ -180,7 +180,7 @@ class Figures:
 
     # -- latency
 
-    def latency(self) -> list[tuple[str, list[tuple[Cell, list[Row]]]]]:
+    def latency(self) -> list[tuple[str, list[tuple[Cell, list[FigureRow]]]]]:
         """By concurrency and contender: from the median to the 99th percentile, on one scale for all."""
         found = []
         for level in self.levels:
@@ -190,7 +190,7 @@ class Figures:
                 found.append((words.at_once(level), rows))
         return found
 
-    def _reaches(self, cell: Cell, beside: Iterable[Cell]) -> list[Row]:
+    def _reaches(self, cell: Cell, beside: Iterable[Cell]) -> list[FigureRow]:
         reaches = []
         for name, of in LATENCIES:
             if (spread := of(cell)) is None:
@@ -199,7 +199,7 @@ class Figures:
             far = f"99th percentile {words.seconds(spread.p99)}"
             hint = f"{cell.label}, {name}: median {words.seconds(spread.p50)}, {far}"
             drawing = plots.reach(axis, self.series[cell.label], spread.p50, spread.p99, hint)
-            reaches.append(Row(name, Markup(), drawing, words.spread(spread)))
+            reaches.append(FigureRow(name, Markup(), drawing, words.spread(spread)))
         return reaches
 
 

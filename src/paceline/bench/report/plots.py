@@ -169,7 +169,7 @@ def reach(axis: Axis, series: Series, middle: float, far: float, hint: str) -> M
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     series: Series
     points: tuple[tuple[float, float], ...]  # in the order of x
     hints: tuple[str, ...]
@@ -177,7 +177,7 @@ class Line:
 
 
 def chart(
-    lines: Sequence[Line], across: Axis, up: Axis, x_words: dict[float, str], y_words: dict[float, str], label: str
+    lines: Sequence[ChartLine], across: Axis, up: Axis, x_words: dict[float, str], y_words: dict[float, str], label: str
 ) -> Markup:
     """Lines over an axis; the labels of the vertical axis sit on their grid lines, so no width is lost to them."""
     top, bottom = 22, 262

@@ -82,7 +82,7 @@ class BenchOptions(MeasureOptions):
     api_key: Annotated[Text, flag("--api-key", help="Key of the server.", metavar="KEY", envvar="OPENAI_API_KEY")] = (
         None
     )
-    timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.")] = 300.0
+    timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.", min=0.001)] = 300.0
     no_counters: Annotated[
         bool, flag("--no-counters", help="Do not read the server's /metrics: others use it too.")
     ] = False
@@ -181,10 +181,11 @@ def bench_endpoint(
 ) -> tuple[Results, BaseException | None]:
     from paceline.bench.endpoint import measure
     from paceline.bench.groups import check_enough
+    from paceline.bench.intervals import MIN_PAIRS
 
     assert options.endpoint is not None
-    if options.baseline_endpoint is not None:
-        check_enough(prompts, plan.concurrencies, plan.max_tokens)
+    pairs = MIN_PAIRS if options.baseline_endpoint is not None else 1
+    check_enough(prompts, plan.concurrencies, plan.max_tokens, pairs)
     with live() as bar:
         bar.stage("connecting")
         return measure(
