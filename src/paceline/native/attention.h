@@ -47,8 +47,8 @@ struct Tile {  // neighbouring rows of one sequence
     long first, rows;
 };
 
-// A weighted sum of values is kept as (sum of e^(s - m) v: dim floats, m, sum of e^(s - m)).
-struct Scratch {  // one thread's
+// A weighted sum of values is stored as (sum of e^(s - m) v: dim floats, m, sum of e^(s - m)).
+struct Scratch {  // of one thread
     float *q, *scores, *panel, *tail, *result, *state;
 };
 
@@ -77,7 +77,7 @@ void softmax(float* s, long from, long to, float* max, float* sum) {
     *sum = sum_lanes(total);
 }
 
-// sum of weight * value over positions [from, to) of the split, added to what `result` holds when `resume`.
+// Sums weight * value over positions [from, to) of the split; with `resume` the sum is added to `result`.
 void weigh_values(const Attention& a, const float* weights, long rows, const float* const* values, long from, long to,
                   float* tail, float* result, bool resume) {
     const long stride = a.dim + 2, whole = a.dim / NT * NT;
@@ -105,8 +105,8 @@ inline bool equal(const long* one, const long* other, long count) {
     return true;
 }
 
-// One tile, one kv head, one split. Positions that all rows of the tile read from the same slots are done together, the
-// rest row by row; either way a row goes through its own positions in order.
+// Computes one tile, one kv head and one split. Positions that all rows of the tile read from equal slots are done together,
+// the others row by row; either way a row goes through its own positions in order.
 void attend_split(Attention& a, Tile tile, long head, long split, const Scratch& s, float* result) {
     const long G = a.group(), D = a.dim, base = split * SPLIT;
     scale_queries(a, tile, head, s.q);
@@ -127,7 +127,7 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
     shared_high = shared_high < 0 ? 0 : shared_high / NT * NT;
     if (shared_high <= shared_low) shared_low = shared_high = 0;
 
-    // Pages any row reads through the block table, and the pointers to them.
+    // Pages that a row reads through the block table, and pointers to them.
     long slots[SPLIT];
     const float *keys[SPLIT], *values[SPLIT];
     long table_row = tile.first;
@@ -156,8 +156,8 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
         product(s.q + first * G * D, D, rows * G, Keys{s.panel, paged ? values + block : nullptr}, 0, D,
                 {s.scores + first * G * SCORES + block, SCORES, NT, nullptr, 0});
     };
-    // A block whose positions not all rows read from the same slots. The last row comes first: in a chain its keys are
-    // those of all rows before it. Neighbours with one panel are scored together; what a row does not see, it drops.
+    // A block that the rows do not all read from equal slots. The last row comes first: in a chain its keys include the
+    // keys of all rows before it. Neighbours with one panel are scored together; a row drops keys that it does not see.
     auto score_apart = [&](long block) {
         for (long j = 0; j < NT; j++) held[j] = -1;
         long end = 0;  // rows from here on have their scores, or need none
@@ -218,7 +218,7 @@ void write_tile(const Attention& a, Tile tile, long head, const float* state, fl
         }
 }
 
-// Merge one split's result for every row of the tile that sees it.
+// Merges one split's result for every row of the tile that sees it.
 void merge_tile(const Attention& a, Tile tile, long split, const float* result, float* state) {
     const long G = a.group(), stride = a.dim + 2;
     for (long r = 0; r < tile.rows; r++) {
@@ -252,9 +252,8 @@ int attend(Attention& a, float* out, int threads) {
         work += (a.end(row) - a.begin(row)) * a.q_heads * D;
     }
     if (work < SERIAL) threads = 1;
-    // With enough tiles, an item is a tile and takes all its splits. Else the splits are items too and are merged
-    // afterwards, by the same function in the same order. With enough items either way, an item takes all heads, which
-    // are neighbours in memory.
+    // With enough tiles, an item is a tile with all its splits. Else the splits are items too and are merged afterwards, by
+    // one function in one order. With enough items either way, an item takes all heads, which are neighbours in memory.
     const long splits = end_split - first_split;
     const bool deal = threads > 1 && splits > 1 && num_tiles * a.kv_heads < 4 * threads;
     const long span = threads == 1 || num_tiles * (deal ? splits : 1) >= 4 * threads ? a.kv_heads : 1;

@@ -1,6 +1,6 @@
 // A draft of a block drafter in one call: hidden states of newly committed positions become keys and values, the block of
-// the last token and its masks is run, and trees are grown from its logits. The head is asked for a few positions of a
-// block at a time, and for no more once no tree can grow further.
+// the last token and its masks is run, and trees are grown from its logits. The head computes a few positions of a block at
+// a time, and stops once no tree can grow further.
 
 #pragma once
 
@@ -9,16 +9,16 @@
 
 namespace {
 
-struct Absorbed {  // native_block.AbsorbedView: how hidden states become keys and values of all layers
+struct ContextKV {  // stack.ContextKVView: weights that turn hidden states into keys and values of all layers
     const float *tap_norm, *norm;  // (taps, H) or null, (H,)
     Product join, kv;
     int64_t taps;
 };
 
-// From hidden states (rows, taps, H): normed, joined by one product and normed, then one product for the keys and values of
-// all layers. Nothing attends.
-int absorb(const Plan& plan, const Heads& heads, const Layer* layers, long count, const Absorbed& by, const float* taps,
-           int threads) {
+// Writes keys and values of all layers from hidden states (rows, taps, H): norm, one product that joins the taps, norm, one
+// product for all layers. Nothing attends.
+int write_context_kv(const Plan& plan, const Heads& heads, const Layer* layers, long count, const ContextKV& by,
+                     const float* taps, int threads) {
     const long M = plan.rows, H = by.join.outputs, width = by.join.inputs, all = by.kv.stride;
     const long each = 2 * heads.kv_heads * heads.dim;
     float* memory = (float*)malloc(M * (width + 2 * H + all + each) * sizeof(float));
@@ -44,24 +44,24 @@ int absorb(const Plan& plan, const Heads& heads, const Layer* layers, long count
     return status;
 }
 
-struct BlockDrafter {  // native_block.DrafterView: what all drafts share
+struct BlockDrafter {  // block/native.DrafterView: shared by all drafts
     const Heads* heads;
     const Layer* layers;
-    const Absorbed* absorbed;
-    const int64_t* columns;  // of the ring's taps, those that are the drafter's
+    const ContextKV* context_kv;
+    const int64_t* columns;  // the drafter's taps, among the taps of the ring
     const float *masks, *norm;  // (masks, H), (H,)
-    Product embedding, head;  // the embedding's numbers lie in rows; blocks in panels
-    int64_t num_layers, first_row, max_positions, block_size;  // first_row: of a block, that drafts a token
+    Product embedding, head;  // an embedding of numbers lies in rows, one of blocks in panels
+    int64_t num_layers, first_row, max_positions, block_size;  // first_row: row of a block that drafts the first token
 };
 
-struct RowToDraft {  // native_block.BlockRow: a sequence
-    int64_t seat, length;
-    int64_t absorb_from, absorb_to;  // positions whose hidden states are absorbed
-    int64_t first_block, end;  // its keys begin with this block; positions that its blocks have slots for
-    int64_t token;  // out: its last
+struct RowToDraft {  // block/native.BlockRow: a sequence
+    int64_t req_index, length;
+    int64_t write_from, write_to;  // positions whose hidden states become keys and values
+    int64_t first_block, end;      // first block of its keys; positions that its blocks have slots for
+    int64_t token;                 // out: its last token
 };
 
-struct Drafting {  // native_block.DraftingView: one draft
+struct Drafting {  // block/native.DraftingView: one draft
     const float* states;  // of the ring
     const int64_t* tokens;
     int64_t capacity, ring_width;
@@ -69,20 +69,20 @@ struct Drafting {  // native_block.DraftingView: one draft
     const int32_t* tables;  // (batch, table_width)
     const float* least;  // (batch,) logs of probabilities
     float* logits;  // out: (batch * depth, vocab), in the order in which they were computed
-    int64_t batch, table_width, size, depth;  // rows of a block, and of these how many draft
-    int64_t looked_at;  // out: rows of logits
+    int64_t batch, table_width, size, depth;  // size: rows of a block; depth: rows of a block that draft
+    int64_t looked_at;  // out: rows of logits that were computed
     block_tree::Forest forest;
 };
 
-int absorb_from_ring(const BlockDrafter& by, const Drafting& d, int threads) {
-    const long taps = by.absorbed->taps, H = by.absorbed->join.outputs;
+int write_from_ring(const BlockDrafter& by, const Drafting& d, int threads) {
+    const long taps = by.context_kv->taps, H = by.context_kv->join.outputs;
     std::vector<int32_t> positions, slots;
     std::vector<float> states;
     for (long b = 0; b < d.batch; b++) {
         const RowToDraft& row = d.rows[b];
         const int32_t* table = d.tables + b * d.table_width;
-        for (long at = row.absorb_from; at < row.absorb_to; at++) {
-            const float* from = d.states + (row.seat * d.capacity + at % d.capacity) * d.ring_width;
+        for (long at = row.write_from; at < row.write_to; at++) {
+            const float* from = d.states + (row.req_index * d.capacity + at % d.capacity) * d.ring_width;
             for (long tap = 0; tap < taps; tap++)
                 states.insert(states.end(), from + by.columns[tap] * H, from + (by.columns[tap] + 1) * H);
             positions.push_back((int32_t)std::min((long)by.max_positions - 1, at));
@@ -92,11 +92,11 @@ int absorb_from_ring(const BlockDrafter& by, const Drafting& d, int threads) {
     if (positions.empty()) return 0;
     Plan plan{};
     plan.positions = positions.data(), plan.slots = slots.data(), plan.rows = (int64_t)slots.size();
-    return absorb(plan, *by.heads, by.layers, by.num_layers, *by.absorbed, states.data(), threads);
+    return write_context_kv(plan, *by.heads, by.layers, by.num_layers, *by.context_kv, states.data(), threads);
 }
 
-// Hidden states (batch * size, H) of the blocks, behind the last norm. A row for which there is no slot is not stored, and
-// its tokens are arbitrary.
+// Computes hidden states (batch * size, H) of the blocks, behind the last norm. A row without a slot is not stored, and its
+// tokens are arbitrary.
 int run_blocks(const BlockDrafter& by, Drafting& d, float* hidden, int threads) {
     const long M = d.batch * d.size, H = by.head.inputs, W = d.table_width;
     std::vector<int32_t> numbers(4 * M + d.batch * W);
@@ -113,7 +113,7 @@ int run_blocks(const BlockDrafter& by, Drafting& d, float* hidden, int threads) 
             slots[m] = first + i < row.end ? (int32_t)slot : -1;
             reach[m] = (int32_t)std::max(std::min(first + (long)d.size, (long)row.end) - start, 1L);
         }
-        row.token = d.tokens[row.seat * d.capacity + (row.length - 2) % d.capacity];
+        row.token = d.tokens[row.req_index * d.capacity + (row.length - 2) % d.capacity];
         float* block = residual.data() + b * d.size * H;
         embed(by.embedding, &row.token, block, 1, 1);
         memcpy(block + H, by.masks, (d.size - 1) * H * sizeof(float));
@@ -125,14 +125,14 @@ int run_blocks(const BlockDrafter& by, Drafting& d, float* hidden, int threads) 
     return status;
 }
 
-constexpr long LEVELS = BOTH_HALVES;  // positions of a block that the head is asked for at once
+constexpr long LEVELS = BOTH_HALVES;  // positions of a block that the head computes at once
 
-// Returns 0, 1 when out of memory, 2 when a row names a slot outside the cache.
+// Returns 0; 1: out of memory; 2: a row names a slot outside the cache.
 int draft_blocks(const BlockDrafter& by, Drafting& d, int threads) {
     const block_tree::Forest& forest = d.forest;
     const long H = by.head.inputs;
     std::vector<float> hidden(d.batch * d.size * H), rows;
-    int status = absorb_from_ring(by, d, threads);
+    int status = write_from_ring(by, d, threads);
     if (!status) status = run_blocks(by, d, hidden.data(), threads);
     std::vector<block_tree::Tree> trees(d.batch);
     std::vector<long> growing;

@@ -1,5 +1,5 @@
-// Trees from the logits of a block drafter, as `paceline.drafters.block.tree` defines them: of each position the likeliest
-// tokens are candidates, a Markov head adds W1[token before] . W2[candidate], and the likeliest paths become the tree.
+// Trees from the logits of a block drafter, defined by `paceline.drafters.block.tree`: the likeliest tokens of each position
+// are candidates, a Markov head adds W1[token before] . W2[candidate], and the likeliest paths become the tree.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace block_tree {
 constexpr float DEEPER = 1e-4f;  // block_tree.DEEPER: a node's score is less than its parent's
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-struct Forest {  // native_block.ForestView
+struct Forest {  // block/native.ForestView
     const int64_t* ids;  // the target's ids of draft tokens
     const float *anchor_rows, *w1, *w2;  // (target's vocabulary, rank), (vocab, rank) twice; rank 0: no Markov head
     int64_t vocab, rank, beam, count, nodes;
@@ -31,7 +31,7 @@ struct Scored {
 
 inline bool likelier(const Scored& a, const Scored& b) { return a.score > b.score || (a.score == b.score && a.at < b.at); }
 
-// A bit for each lane that is larger.
+// Returns a bit for each lane that is larger.
 inline uint32_t above(vec v, float least) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(least), _CMP_GT_OQ);
@@ -44,8 +44,8 @@ inline uint32_t above(vec v, float least) {
 #endif
 }
 
-// The `count` highest of n scores, highest first, the lower index first among equals; what is missing for want of scores
-// above -inf (NaN is none) is index 0.
+// Finds the `count` highest of n scores, highest first, the lower index first among equals. If fewer are above -inf (NaN is
+// not), the rest is index 0.
 inline void highest(const float* scores, long n, long count, std::vector<Scored>& kept) {
     const size_t room = 2 * count + VL;
     kept.clear();
@@ -90,7 +90,7 @@ inline float dot(const float* a, const float* b, long n) {
 #endif
 }
 
-// The sum of e to the scores less their maximum.
+// Returns the sum of e^(score - maximum).
 inline double sum_of_exps(const float* scores, long n, float peak) {
     vec sum{};
     const vec shift = splat(peak);
@@ -101,10 +101,10 @@ inline double sum_of_exps(const float* scores, long n, float peak) {
     return total;
 }
 
-// The candidates of one position, and what their log probabilities are made of.
+// The candidates of one position, and the parts of their log probabilities.
 struct Position {
     std::vector<Scored> best;  // logits without the Markov head, and tokens
-    float others;  // log of what tokens that are no candidates weigh
+    float others;  // log of the summed weight of all other tokens
 };
 
 inline void find(const Forest& f, const float* logits, Position& position) {
@@ -116,7 +116,7 @@ inline void find(const Forest& f, const float* logits, Position& position) {
     position.others = total + (float)log(1 - share);
 }
 
-// Log probabilities of a position's candidates behind a token whose row of W1 is given.
+// Computes log probabilities of a position's candidates behind a token, given its row of W1.
 inline void behind(const Forest& f, const Position& position, const float* row, float* scores) {
     float peak = position.others;
     for (long c = 0; c < f.count; c++) {
@@ -133,16 +133,17 @@ struct Node {
     int32_t token, parent, depth;  // token of the draft vocabulary; parent among all nodes, or -1
 };
 
-// The tree of one sequence, level by level: in each the likeliest nodes have children.
+// The tree of one sequence, grown level by level: the likeliest nodes of each level have children.
 struct Tree {
     int64_t anchor;  // the sequence's last token
-    float least;     // log of the least probability of a node that is asked for
+    float least;     // log of min_node_probability
     std::vector<Node> nodes;
-    std::vector<Scored> frontier{{0.0f, -1}};  // scores of nodes that have children, and which they are
+    std::vector<Scored> frontier{{0.0f, -1}};  // scores and indexes of nodes that have children
     int32_t depth = 0;
 };
 
-// Once the tree has its nodes, what scores no more than the last of them has no descendant in it.
+// Removes from the frontier what can have no descendant in the tree: once the tree has its nodes, a node that scores no more
+// than the last of them.
 inline void leave_out_unlikely(const Forest& f, Tree& tree) {
     float last = LOWEST;
     const bool full = tree.nodes.size() >= (size_t)f.nodes;
@@ -156,11 +157,11 @@ inline void leave_out_unlikely(const Forest& f, Tree& tree) {
         tree.frontier.pop_back();
 }
 
-// One level more, from the candidates of its position.
+// Adds one level, from the candidates of its position.
 inline void grow(const Forest& f, const Position& position, Tree& tree) {
     std::vector<Scored> children, level;
     std::vector<float> scores(f.count);
-    const long wide = std::min(f.beam, f.nodes);  // of more, the last would not be among the likeliest nodes
+    const long wide = std::min(f.beam, f.nodes);  // a wider level's last nodes would not be among the likeliest
     tree.depth++;
     for (const Scored& parent : tree.frontier) {
         const float* rows = parent.at < 0 ? f.anchor_rows : f.w1;
@@ -179,7 +180,7 @@ inline void grow(const Forest& f, const Position& position, Tree& tree) {
     leave_out_unlikely(f, tree);
 }
 
-// The likeliest nodes of a tree that is grown.
+// Writes the likeliest nodes of a grown tree.
 inline void write(const Forest& f, long sequence, const Tree& tree) {
     const std::vector<Node>& nodes = tree.nodes;
     std::vector<Scored> chosen;

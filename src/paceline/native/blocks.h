@@ -1,7 +1,7 @@
-// Weights that stay the blocks of codes a GGUF file stores, laid out as panels of NT columns.
+// Weights that stay a GGUF file's blocks of codes, laid out as panels of NT columns.
 //
 // A weight is scale * code + offset, with an unsigned code of 4 to 8 bits. Scale and code have at most 24 significant bits
-// together, so their product is exact and the sum is rounded once: the bits of an expansion to fp32, fused or not.
+// together, so their product is exact and the sum is rounded once: the bits equal an expansion to fp32, fused or not.
 // Kinds without an offset store code - ZERO; their offset is -ZERO * scale, and the sum is exact too.
 
 #pragma once
@@ -13,7 +13,7 @@ namespace {
 constexpr long BLOCK = 32;  // weights along k that are unpacked together
 constexpr long WORDS = 4;   // 32-bit words of a column that hold a block's low nibbles
 
-// As in the file, one struct for each kind: what `unpack_block` reads, and how its parts are laid out here.
+// One struct for each kind: the file's block as `unpack_block` reads it, and the layout of its parts in a panel.
 template <int BITS_, long RAW_, bool AFFINE_, int ZERO_, long SUPER_ = BLOCK, long GROUP_ = BLOCK>
 struct Format {
     static constexpr int BITS = BITS_, ZERO = ZERO_;
@@ -31,7 +31,7 @@ struct Format {
     static constexpr long BLOCK_BYTES = (LOW + HIGH) * NT * 4, UNIT = WORDS_AT + BLOCKS * BLOCK_BYTES;
 };
 
-struct Unpacked {  // a file's block, one column of a unit
+struct Unpacked {  // a block of the file, which becomes one column of a unit
     uint16_t d, m;
     uint8_t scales[16], minima[16], codes[256];
 };
@@ -133,7 +133,7 @@ void place_column(const Unpacked& from, uint8_t* unit, long column) {
     }
 }
 
-// Columns beyond N are zero: so are their scales, and with them their weights.
+// Columns beyond N have scales of zero, so their weights are zero.
 template <class F>
 void pack_blocks(const uint8_t* rows, uint8_t* panels, long N, long K, int threads) {
     const long units = K / F::SUPER;
@@ -190,8 +190,8 @@ struct Scale {  // of one group, for VL columns
         offset = load((const half*)(unit + F::M_AT) + column);
         if (F::SCALED) offset = -(offset * load_bytes(unit + F::MINIMA_AT + group * NT + column));
     }
-    // The weights whose codes are byte B of each lane. A code that stays in its place is 256^B times as large, and its scale
-    // is divided by as much: exact both, and a shift less where registers are left for more scales.
+    // Returns the weights whose codes are byte B of each lane. A code that is not shifted is 256^B times too large, and its
+    // scale is divided by 256^B: both are exact, and a shift is saved if registers are left for more scales.
     template <int B>
     vec weight(uvec codes) const {
         if constexpr (VL == 16 && (B == 1 || B == 2))
@@ -201,7 +201,7 @@ struct Scale {  // of one group, for VL columns
     vec expanded(uvec codes, vec by) const { return madd(__builtin_convertvector((ivec)codes, vec), by, offset); }
 };
 
-// The weights of one block, k after k, for both halves of the panel: use(k, low, high).
+// Calls use(k, low, high) with the weights of one block, k after k, for both halves of the panel.
 template <class F, class Use>
 inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long block, const Use& use) {
     constexpr long PARTS = BLOCK / F::GROUP;
@@ -280,7 +280,7 @@ void linear_blocks(const float* x, const Product& p, float* out, long M, int thr
     });
 }
 
-// Rows of the weight (columns of its panels), as an embedding is read.
+// Reads rows of the weight (columns of its panels), for an embedding.
 template <class F>
 void gather_blocks(const Product& p, const int64_t* ids, float* out, long count, int threads) {
     const long K = p.inputs, panel_bytes = K / F::SUPER * F::UNIT;

@@ -60,7 +60,7 @@ void silu_mul(const float* gate_up, float* out, long M, long I, int threads) {
     });
 }
 
-// Norm and rotate q and k, write k and v to the cache; 2 when a position or slot is out of range.
+// Norms and rotates q and k, writes k and v to the cache; returns 2 if a position or slot is out of range.
 int rope_and_store(const Plan& plan, const Heads& h, float* qkv, float* keys, float* values, float* q_out,
                    const float* q_norm, const float* k_norm, int threads) {
     const int32_t *positions = plan.positions, *slots = plan.slots;

@@ -1,9 +1,9 @@
-// The CPU kernels behind `paceline.models.backends.cpu.kernels`, as plain C functions: row-major, contiguous, fp32 unless named
+// The library of `paceline.native.library`, as plain C functions: tensors are row-major, contiguous and fp32 unless named
 // otherwise; `threads` is an upper bound.
 //
-// Invariant: a row's result has the same bits whatever rows share the call, however many threads run it, and wherever its
-// keys lie in the cache. So every sum has one order, fixed by logical index alone; tiles and threads only choose which
-// rows are computed together.
+// Invariant: the bits of a row's result do not depend on the other rows of the call, on the number of threads, or on where its
+// keys lie in the cache. So every sum has one order, fixed by logical index alone; tiles and threads only choose which rows
+// are computed together.
 
 #include "block_draft.h"
 #include "layers.h"
@@ -15,7 +15,7 @@
 
 EXPORT long paceline_abi() { return ABI; }
 
-// Whether this processor has the instructions the library was built for, beyond those of its level (AVX2, AVX-512).
+// Returns whether this processor has the library's instructions beyond those of its level (AVX2, AVX-512).
 EXPORT int paceline_runs_here() {
 #if defined(__AVX512VNNI__)
     return __builtin_cpu_supports("avx512vnni");
@@ -30,17 +30,17 @@ EXPORT void paceline_pack(int64_t kind, const void* weight, void* panels, long N
     pack((Kind)kind, weight, panels, N, K, threads);
 }
 
-// Returns 0, or 1 when out of memory.
+// Returns 0; 1: out of memory.
 EXPORT int paceline_linear(const Product* product, const float* x, float* out, long M, int threads) {
     return multiply(x, *product, out, M, threads);
 }
 
-// Rows `ids` of a weight of blocks.
+// Reads rows `ids` of a weight of blocks.
 EXPORT void paceline_gather(const Product* product, const int64_t* ids, float* out, long count, int threads) {
     gather(*product, ids, out, count, threads);
 }
 
-// residual may be null; otherwise it becomes residual + x, and that sum is normed.
+// A residual that is not null becomes residual + x, and this sum is normed.
 EXPORT void paceline_rms_norm(const float* x, float* residual, const float* weight, float* out, long M, long H, float eps,
                               int threads) {
     rms_norm(x, residual, weight, out, M, H, eps, threads);
@@ -50,25 +50,25 @@ EXPORT void paceline_silu_mul(const float* gate_up, float* out, long M, long I, 
     silu_mul(gate_up, out, M, I, threads);
 }
 
-// Returns 0, or 2 when a position lies outside the rotary tables or a slot outside the cache.
+// Returns 0; 2: a position outside the rotary tables or a slot outside the cache.
 EXPORT int paceline_rope_and_store(const Plan* plan, const Heads* heads, float* qkv, float* keys, float* values, float* q_out,
                                    const float* q_norm, const float* k_norm, int threads) {
     return rope_and_store(*plan, *heads, qkv, keys, values, q_out, q_norm, k_norm, threads);
 }
 
-// Returns 0, 1 when out of memory, 2 when the plan names a slot outside the cache.
+// Returns 0; 1: out of memory; 2: the plan names a slot outside the cache.
 EXPORT int paceline_attention(const Plan* plan, const Heads* heads, const float* q, const float* keys, const float* values,
                               float* out, long window, int threads) {
     return attention(*plan, *heads, q, keys, values, out, window, threads);
 }
 
-// Several layers in one call; see layers.h. Returns as the two above.
+// Runs several layers; see layers.h. Returns 0; 1 or 2: as above.
 EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* layers, long count, float* residual,
                            float* added, int first, const Taps* taps, int threads) {
     return run_layers(*plan, *heads, layers, count, residual, added, first, *taps, threads);
 }
 
-// A whole pass; see pass.h.
+// Runs a whole pass; see pass.h.
 EXPORT int paceline_pass(const Model* model, const Plan* plan, const Heads* heads, const Layer* layers, long num_layers,
                          const int32_t* tokens, const int64_t* chosen, long count, const Taps* taps, float* logits,
                          int threads) {
@@ -82,19 +82,19 @@ EXPORT void paceline_store_in_ring(float* states, int64_t* tokens, const float* 
     store_in_ring(states, tokens, taps, width, stored, count);
 }
 
-EXPORT int paceline_absorb(const Plan* plan, const Heads* heads, const Layer* layers, long count, const Absorbed* by,
-                           const float* taps, int threads) {
-    return absorb(*plan, *heads, layers, count, *by, taps, threads);
+EXPORT int paceline_write_context_kv(const Plan* plan, const Heads* heads, const Layer* layers, long count,
+                                     const ContextKV* by, const float* taps, int threads) {
+    return write_context_kv(*plan, *heads, layers, count, *by, taps, threads);
 }
 
 EXPORT int paceline_draft_blocks(const BlockDrafter* by, Drafting* drafting, int threads) {
     return draft_blocks(*by, *drafting, threads);
 }
 
-// The token drawn from a row of V logits, or UNDECIDED; see sampling.h.
-EXPORT long paceline_draw_token(const float* logits, long V, float temperature, float least, long top_k, double top_p, double coin,
-                         uint64_t key) {
-    return draw_token(logits, V, {temperature, least, top_k, top_p, coin, key});
+// Returns the token drawn from a row of V logits, or UNDECIDED; see sampling.h.
+EXPORT long paceline_draw_token(const float* logits, long V, float temperature, float log_min_p, long top_k, double top_p,
+                                double coin, uint64_t key) {
+    return draw_token(logits, V, {temperature, log_min_p, top_k, top_p, coin, key});
 }
 
 // -- lookup drafters: see suffix.h and lookup.h

@@ -1,4 +1,4 @@
-// What each kind of weight is packed, multiplied and gathered by: the one switch over kinds.
+// Packing, products and gathering by kind of weight: the one switch over kinds.
 
 #pragma once
 
@@ -21,7 +21,7 @@ auto with_format(Kind kind, const Use& use) {
     }
 }
 
-// Bytes of a weight's panels.
+// Returns the bytes of a weight's panels.
 long panel_bytes(Kind kind, long N, long K) {
     const long panels = (N + NT - 1) / NT;
     switch (kind) {
@@ -66,7 +66,7 @@ int multiply(const float* x, const Product& product, float* out, long M, int thr
     return status;
 }
 
-// Rows `ids` of a weight of blocks, in fp32.
+// Reads rows `ids` of a weight of blocks, in fp32.
 void gather(const Product& p, const int64_t* ids, float* out, long count, int threads) {
     with_format(p.kind, [&](auto f) { gather_blocks<decltype(f)>(p, ids, out, count, threads); });
 }

@@ -1,5 +1,5 @@
-// A run of decoder layers in one call. At one row a layer's small steps take a few microseconds each; calling them one by
-// one from Python would take longer than the steps, with the memory idle meanwhile.
+// Several decoder layers in one call. At one row a layer's small steps take a few microseconds each; calls from Python would
+// take longer than the steps, with the memory idle meanwhile.
 
 #pragma once
 
@@ -11,15 +11,15 @@
 
 namespace {
 
-struct Layer {  // native_kernels.LayerView
+struct Layer {  // stack.LayerView
     const float *input_norm, *q_norm, *k_norm, *mlp_norm;
     float *keys, *values;
     int64_t window;
     Product qkv, output, gate_up, down;
 };
 
-// Where the residual stream before a layer is written to: tap j of row m at out + (m * count + j) * H.
-struct Taps {  // native_kernels.TapsView
+// Copies of the residual stream before some layers: tap j of row m at out + (m * count + j) * H.
+struct Taps {  // stack.TapsView
     const int64_t* layers;  // (count,), each no more than the number of layers
     float* out;
     int64_t count;
@@ -35,7 +35,7 @@ void read_taps(const Taps& taps, long layer, const float* residual, const float*
             }
 }
 
-// `added` is the output of the layer before, not yet in `residual` (ignored when `first`), and on return that of the last.
+// `added`: output of the layer before, not yet in `residual` (ignored if `first`); on return, output of the last layer.
 int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long count, float* residual, float* added,
                int first, const Taps& taps, int threads) {
     const long M = plan.rows, H = count ? layers->qkv.inputs : 0, Q = heads.q_heads * heads.dim;
@@ -69,8 +69,8 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
     return status;
 }
 
-// The ring of hidden states of committed positions, by request (`paceline.drafters.hidden_states.TapRing`).
-// `stored` (count, 3): a place of the ring, the row of `taps` (rows of a pass, width) that it takes, and the token after.
+// Writes to the ring of hidden states of committed positions (`paceline.drafters.hidden_states.TapRing`).
+// `stored` (count, 3): a place of the ring, a row of `taps` (rows of a pass, width), and the token after that row's.
 void store_in_ring(float* states, int64_t* tokens, const float* taps, long width, const int64_t* stored, long count) {
     for (; count; count--, stored += 3) {
         memcpy(states + stored[0] * width, taps + stored[1] * width, width * sizeof(float));

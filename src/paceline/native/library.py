@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-ABI = 10  # plan.h
+ABI = 11  # plan.h
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -32,7 +32,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
     "pass": (c_int, [c_void_p] * 4 + [c_long] + [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int]),
     "store_in_ring": (None, [c_void_p] * 3 + [c_long, c_void_p, c_long]),
-    "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
+    "write_context_kv": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
     "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
     "index_extend": (None, [c_void_p] * 2 + [c_long]),

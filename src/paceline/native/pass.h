@@ -1,5 +1,5 @@
-// A whole pass of a model in one call: embeddings, all layers, the last norm and the head. Behind it the caches are cold,
-// and each operation from Python would take tens of microseconds.
+// A whole pass of a model in one call: embeddings, all layers, the last norm and the head. Behind the weights the caches are
+// cold, and each operation from Python would take tens of microseconds.
 
 #pragma once
 
@@ -10,13 +10,13 @@
 
 namespace {
 
-struct Model {  // native_pass.ModelView: what all passes share
-    Product embedding, head;  // the embedding's numbers lie in rows; blocks in panels
+struct Model {  // stack.ModelView: shared by all passes
+    Product embedding, head;  // an embedding of numbers lies in rows, one of blocks in panels
     const float* norm;  // (H,)
     int64_t vocab;  // rows of the embedding
 };
 
-// Rows of an embedding, whatever they are kept as.
+// Reads rows of an embedding of any kind.
 inline void embed(const Product& from, const int64_t* tokens, float* out, long count, int threads) {
     const long H = from.inputs;
     if (from.kind != Kind::FLOAT32 && from.kind != Kind::BFLOAT16 && from.kind != Kind::FLOAT16)
@@ -36,8 +36,9 @@ inline void embed(const Product& from, const int64_t* tokens, float* out, long c
     }
 }
 
-// Logits (count, V) of the rows `chosen`, ascending, or of all where null. Returns 0, 1 when out of memory, 2 when the
-// plan names a position or slot that is not there, 3 when a token is outside the vocabulary, 4 when `chosen` is not so.
+// Computes logits (count, V) of the rows `chosen`, ascending, or of all rows if null. Returns 0; 1: out of memory; 2: the plan
+// names a position outside the tables or a slot outside the cache; 3: a token outside the vocabulary; 4: `chosen` is not
+// ascending or not of the pass.
 int run_pass(const Model& model, const Plan& plan, const Heads& heads, const Layer* layers, long num_layers,
              const int32_t* tokens, const int64_t* chosen, long count, const Taps& taps, float* logits, int threads) {
     const long M = plan.rows, H = model.head.inputs;

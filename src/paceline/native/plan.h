@@ -6,14 +6,14 @@
 
 namespace {
 
-const long ABI = 10;  // library.ABI: raised whenever a structure or a signature changes
+const long ABI = 11;  // library.ABI: raised whenever a structure or a signature changes
 
-struct Plan {  // native_kernels.PlanView
+struct Plan {  // stack.PlanView
     const int32_t *positions, *slots, *sequence, *prefix, *reach, *path, *tables;
     int64_t rows, path_width, table_width, block_size;
 };
 
-struct Heads {  // native_kernels.HeadsView
+struct Heads {  // stack.HeadsView
     const float *cos, *sin;  // (num_positions, dim / 2)
     int64_t q_heads, kv_heads, dim, num_positions, num_slots;
     float eps, scale;

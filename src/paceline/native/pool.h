@@ -2,7 +2,7 @@
 // last item is done, not when the last thread has arrived: on a busy machine a thread that is not scheduled delays only the
 // item it holds. (OpenMP waits for every thread at every loop; with two hundred loops a token it was several times slower.)
 //
-// The whole state of a loop is one word (its number, how many items it has, which comes next), so a late thread can never
+// The whole state of a loop is one word (its number, the number of items, the next item), so a late thread can never
 // claim an item of a loop that has ended. Between loops threads spin for a moment, since the next starts within
 // microseconds, and then sleep.
 
@@ -31,7 +31,7 @@ class Pool {
     // Calls body(context, i, worker) once for every i in [0, n), with worker in [0, threads).
     void run(long n, int threads, Body body, const void* context) {
         if (threads > MOST_THREADS) threads = MOST_THREADS;
-        if (threads <= 1 || n <= 1 || n > MOST_ITEMS || !busy_.try_lock()) {  // another caller has the threads
+        if (threads <= 1 || n <= 1 || n > MOST_ITEMS || !busy_.try_lock()) {  // locked: another caller uses the threads
             for (long i = 0; i < n; i++) body(context, i, 0);
             return;
         }
@@ -55,7 +55,7 @@ class Pool {
     static constexpr int MOST_THREADS = 256;
     static constexpr uint64_t LOOP_MASK = (1 << 24) - 1;
     static constexpr long SPINS = 2000;  // pauses before the core is given to other threads
-    static constexpr std::chrono::microseconds PATIENCE{300};  // spun away before sleeping
+    static constexpr std::chrono::microseconds PATIENCE{300};  // of spinning before a thread sleeps
 
     std::atomic<uint64_t> state_{0};  // loop number, number of items, next item
     alignas(64) std::atomic<long> left_{0};  // items not yet done
@@ -69,7 +69,7 @@ class Pool {
     std::condition_variable wake_;
 
     Pool() {
-        // A forked child has none of these threads, and locks they held stay locked: it starts with a new pool.
+        // A forked child has no threads of this pool, and locks that they held stay locked: it starts with a new pool.
         pthread_atfork(nullptr, nullptr, [] { new (&instance()) Pool(Forked{}); });
     }
     struct Forked {};
@@ -95,7 +95,7 @@ class Pool {
         int worker;
     };
 
-    // False where the system grants no more threads: the existing ones then do the work.
+    // Returns false if the system grants no more threads: the existing ones then do the work.
     bool start(int worker) {
         pthread_t thread;
         Start* arguments = new Start{this, worker};
@@ -144,7 +144,7 @@ class Pool {
     }
 };
 
-// Every item once, by up to `threads` threads; f(item, worker).
+// Calls f(item, worker) once for every item, by up to `threads` threads.
 template <class F>
 void parallel(long n, int threads, const F& f) {
     if (threads <= 1 || n <= 1) {

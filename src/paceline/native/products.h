@@ -9,14 +9,14 @@
 
 namespace {
 
-// n <= NT rows of length K become a panel (K, NT), zero beyond column n.
+// Packs n <= NT rows of length K as a panel (K, NT), zero beyond column n.
 template <class T>
 void pack_panel(const T* const* rows, long n, long K, T* panel) {
     for (long k = 0; k < K; k++)
         for (long j = 0; j < NT; j++) panel[k * NT + j] = j < n ? rows[j][k] : T{};
 }
 
-// The same for NT rows, fast. `ahead`, when not null, are NT rows wanted soon.
+// Packs NT rows, faster. `ahead`: the next NT rows, which are prefetched; may be null.
 void pack_panel(const float* const* rows, long K, float* panel, const float* const* ahead) {
     long k = 0;
     for (; k + VL <= K; k += VL)
@@ -34,20 +34,20 @@ void pack_panel(const float* const* rows, long K, float* panel, const float* con
         for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j][k];
 }
 
-// weights.WeightKind: how a weight is stored, as numbers or as blocks of codes
+// weights.WeightKind: the storage of a weight, numbers or blocks of codes
 enum class Kind : int64_t { FLOAT32 = 0, BFLOAT16, FLOAT16, Q4_0 = 4, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
-struct Product {  // native_kernels.ProductView
+struct Product {  // weights.ProductView
     Kind kind;
     const void* panels;
     const float* bias;
     int64_t inputs, outputs;
     int64_t stride;       // outputs of all parts: a row of the result
     int64_t rounds;       // activations are rounded to int8 (kinds of blocks only)
-    const Product* next;  // the part whose outputs follow, where weights of several kinds are one product
+    const Product* next;  // the part whose outputs follow, if weights of several kinds are one product
 };
 
-// The right-hand sides of a product tile: where its k-th pair of vectors comes from.
+// The right-hand sides of a product tile: sources of its k-th pair of vectors.
 template <class T>
 struct Weights {  // streamed from memory: prefetched, further ahead for tiles of few rows, which finish sooner
     const T* panel;
@@ -85,7 +85,7 @@ struct Slab {  // weights expanded into L2
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
-struct Values {  // rows of the cache, wherever they are
+struct Values {  // rows of the cache, in any place
     const float* const* rows;
     long column;
     template <int>
@@ -98,7 +98,7 @@ struct Values {  // rows of the cache, wherever they are
 struct Output {
     float* out;
     long stride, columns;  // columns <= NT of them are real
-    const float* start;    // what the sums start from (a bias, or `out` to resume); null: zero
+    const float* start;    // initial sums (a bias, or `out` to resume); null: zero
     long start_stride;
 };
 
@@ -124,7 +124,7 @@ struct Sums {  // of M rows and a panel's columns; every loop over `acc` is unro
             acc[m][0] = load(s), acc[m][1] = load(s + VL);
         }
     }
-    // Column k of the rows, at x, times the panel's weights at k.
+    // Adds column k of the rows, at x, times the panel's weights at k.
     inline __attribute__((always_inline)) void add(const float* x, long ldx, vec low, vec high) {
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
@@ -166,7 +166,7 @@ struct TileRows {
     static constexpr int ROWS = M;
 };
 
-// Any number of rows, in tiles of at most MOST (two even tiles rather than a full one and a sliver): use(TileRows, first row).
+// Calls use(TileRows, first row) for tiles of at most MOST rows; two even tiles rather than a full one and a small one.
 template <int MOST, class Use>
 void in_tiles(long rows, const Use& use) {
     for (long row = 0; row < rows;) {
@@ -203,7 +203,7 @@ void pack(const T* weight, T* panels, long N, long K, int threads) {
     });
 }
 
-// Items in one claim: about four claims for each thread, and of such sizes the one with the least for the busiest thread.
+// Returns the items of one claim: about four claims for each thread; among such sizes, the least for the busiest thread.
 inline long claim_size(long items, int threads) {
     const long from = items / (4 * threads) > 1 ? items / (4 * threads) : 1;
     long best = from, least = items + 1;
@@ -214,7 +214,7 @@ inline long claim_size(long items, int threads) {
     return best;
 }
 
-// Every panel once for every chunk of rows: body(panel, first row, rows, where their outputs go).
+// Calls body(panel, first row, rows, their outputs) once for every panel and chunk of rows.
 template <class F>
 void over_panels(const Product& product, float* out, long M, int threads, const F& body) {
     const long K = product.inputs, N = product.outputs, num_panels = (N + NT - 1) / NT;
@@ -229,7 +229,7 @@ void over_panels(const Product& product, float* out, long M, int threads, const 
         const Output to{out + row * stride + p * NT, stride, columns, bias ? bias + p * NT : nullptr, 0};
         body(p, row, M - row < chunk ? M - row : chunk, to);
     };
-    // Neighbouring panels in one claim: the prefetch at a panel's end is then for the thread's own next panel.
+    // One claim takes neighbouring panels: the prefetch at a panel's end is then for the thread's own next panel.
     const long items = num_panels * num_chunks, run = claim_size(items, threads);
     parallel((items + run - 1) / run, threads, [=](long claim, int) {
         for (long item = claim * run; item < (claim + 1) * run && item < items; item++) compute(item);

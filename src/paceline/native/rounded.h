@@ -33,8 +33,8 @@ inline ivec four_bytes(const int8_t* at) {
     return ivec{} + four;
 }
 
-// In each lane the dot product of unsigned codes of BITS bits and signed bytes, quad after quad: four codes of each lane
-// times the four bytes at `x`, which all lanes share.
+// Each lane's dot product of unsigned codes of BITS bits and signed bytes, quad after quad: four codes of each lane times the
+// four bytes at `x`, which all lanes share.
 #if defined(__AVX512VNNI__)
 template <int BITS>
 struct Dot {
@@ -48,7 +48,7 @@ struct Dot {
 template <int BITS>
 struct Dot {
     ivec total;
-    // Pairs are summed in 16 bits, which two products of 7 bits by 8 just fit; an eighth bit is taken apart.
+    // Pairs are summed in 16 bits, which hold two products of 7 bits by 8; an eighth bit is multiplied separately.
     void add(long, uvec codes, const int8_t* x) {
         const __m512i bytes = (__m512i)four_bytes(x);
         if (BITS == 8) add_pairs(codes & 0x80808080u, bytes);
@@ -61,7 +61,7 @@ struct Dot {
 #elif defined(__AVX2__)
 template <int BITS>
 struct Dot {
-    // Quads whose products fit 16 bits in sum: two products a quad, each at most 2^BITS - 1 (128 of 8 bits) times 127.
+    // Quads whose summed products fit 16 bits: two products a quad, each at most 2^BITS - 1 (128 of 8 bits) times 127.
     static constexpr long SUMMED = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
     ivec total;
     __m256i pairs;
@@ -103,7 +103,7 @@ struct Dot {
 struct RoundedBlock {  // of one row
     int8_t codes[BLOCK];
     float scale, scaled_sum;  // scaled_sum: scale times the sum of the codes
-    int32_t starts[2];        // where a group's integer sum starts: -ZERO times the sum of its codes
+    int32_t starts[2];        // initial integer sum of a group: -ZERO times the sum of its codes
 };
 
 // A block with a number that is not finite has no codes: its scale is not-a-number, and so are the row's outputs.
@@ -146,7 +146,7 @@ struct Rounded {  // the rows of a product: block after block, in each its rows
     RoundedBlock* at(long block, long row) const { return (RoundedBlock*)(blocks + block * stride) + row; }
 };
 
-// One group of a block's weights, for VL columns of a panel from `column` on.
+// Adds one group of a block's weights, for VL columns of a panel from `column` on.
 template <int M, class F>
 inline __attribute__((always_inline)) void add_group(const RoundedBlock* rows, const uint8_t* unit, long block, long part,
                                                      long column, vec (&sums)[M][2]) {

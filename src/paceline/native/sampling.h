@@ -1,8 +1,8 @@
-// Draws one token from one row of logits, as `paceline.verify.host` does: temperature, min_p, top_k, top_p, then a coin
-// against cumulative p or a seed's Gumbel noise; at temperature 0 the first of the highest logits.
+// Draws one token from one row of logits by the rules of `paceline.verify.host`: temperature, min_p, top_k, top_p, then a
+// coin against cumulative p or a seed's Gumbel noise; at temperature 0 the first of the highest logits.
 //
-// Weights and noise are computed to float precision, not to the same last bit as there. So a token is returned only where
-// rounding could not change it; the few rows too close to a boundary are UNDECIDED, and the caller draws them itself.
+// Weights and noise are computed to float precision and may differ from `verify.host` in the last bit. So a token is returned
+// only if rounding could not change it; rows too close to a boundary are UNDECIDED, and the caller draws their tokens.
 
 #pragma once
 
@@ -14,21 +14,21 @@
 namespace {
 
 constexpr long UNDECIDED = -1;
-constexpr double CLOSE = 2e-5;  // of a sum of weights: nearer to a boundary than this, rounding may decide
-constexpr double CLOSE_SUM = 1e-3;  // of logit and noise
-constexpr long STRETCH = 256;  // tokens summed as floats before they join a double
+constexpr double CLOSE = 2e-5;  // share of a sum of weights; nearer to a boundary, rounding may decide
+constexpr double CLOSE_SUM = 1e-3;  // logit + noise; nearer than this, rounding may decide
+constexpr long STRETCH = 256;  // tokens summed as floats before they are added to a double
 constexpr int BINS = 256;
 
 struct Asked {
     float temperature, least;  // least: log min_p, or -inf
     int64_t top_k;             // 0: off
     double top_p;              // 1: off
-    double coin;               // negative: by seed
+    double coin;               // negative: the draw is seeded
     uint64_t key;              // of the seed's noise at this position
 };
 
 struct Kept {
-    float logit, weight;  // tempered, and e to that
+    float logit, weight;  // tempered logit, and e^logit
     int token;
 };
 
@@ -59,12 +59,12 @@ struct Row {
         return x - splat(highest);
     }
     vec at(long i) const { return below(i) / splat(temperature); }
-    vec about(long i) const { return below(i) * splat(scale); }  // the same but for the last bit, and sooner
+    vec about(long i) const { return below(i) * splat(scale); }  // faster; the last bit may differ
 };
 
-// The highest logit; NaN where the row holds one, which a comparison alone would skip.
+// Returns the highest logit, or NaN if the row holds one, which a comparison alone would skip.
 inline float highest_of(const float* logits, long size) {
-    constexpr int CHAINS = 4;  // none waits for another
+    constexpr int CHAINS = 4;  // independent maxima
     vec best[CHAINS], strange[CHAINS] = {};
     for (vec& one : best) one = splat(-INFINITY);
     long i = 0;
@@ -98,7 +98,7 @@ inline double weight_of(const Row& row, long from, long to) {
     return sum_lanes(sum);
 }
 
-// The k-th highest; -inf where k exceeds the number of blocks, whose maxima give the first bound.
+// Returns the k-th highest logit; -inf if k exceeds the number of blocks, whose maxima give the first bound.
 inline float kth_highest(const Row& row, long k, std::vector<float>& values) {
     constexpr long BLOCK = 4 * VL;
     values.clear();
@@ -135,11 +135,11 @@ inline void keep(const Row& row, float least, std::vector<Kept>& kept) {
     }
 }
 
-// The lowest logit that top_p keeps, among `kept` (all tokens that matter of `total`); false where rounding may decide.
+// Finds the lowest logit that top_p keeps, among `kept` (all tokens that matter of `total`); false if rounding may decide.
 inline bool nucleus(const std::vector<Kept>& kept, float lowest, double total, double top_p, std::vector<float>& values,
                     float& least) {
     double sums[BINS] = {}, held = 0;
-    const float scale = lowest < -1e-30f ? BINS / -lowest : 0.0f;  // finite, even where a temperature levels all
+    const float scale = lowest < -1e-30f ? BINS / -lowest : 0.0f;  // finite, even if the temperature makes all logits equal
     const auto bin_of = [&](float logit) { return std::min((int)(-logit * scale), BINS - 1); };
     for (const Kept& one : kept) sums[bin_of(one.logit)] += one.weight;
     const double goal = top_p * total;
@@ -182,7 +182,7 @@ inline float unit(uint32_t bits) { return fabsf((float)(int32_t)bits + 0.25f) * 
 
 inline double noise_of(float unit) { return -log(-log1p(-(double)unit)); }
 
-// The highest sum of logit and noise, and whether another came near.
+// The highest sum of logit and noise, and whether another is close to it.
 struct Best {
     double sum = -INFINITY, second = -INFINITY;
     long token = UNDECIDED;
@@ -197,7 +197,7 @@ struct Best {
     long said() const { return sum - second > CLOSE_SUM ? token : UNDECIDED; }
 };
 
-// At least e^x, by at most 7 %, or negative where x is below -87: the bits of a float are nearly its logarithm.
+// Returns e^x or up to 7 % more, or a negative number for x below -87: the bits of a float are nearly its logarithm.
 inline vec above_exp(vec x) {
     const vec bits = madd(x, splat(12102203.2f), splat(1065353216.0f));  // 2^23 / ln 2, and 1.0f
     return (vec) __builtin_convertvector(bits, ivec);
@@ -211,10 +211,10 @@ inline long by_seed(const Row& row, uint64_t key) {
     // The token with the highest logit, whose tempered one is 0, is somewhere in the row.
     float bound = (float)noise_of(unit(token_bits(key, (uint32_t)first_of(row.logits, row.size, row.highest))));
     for (long i = 0; i < row.size; i += VL, tokens += (uint32_t)VL) {
-        const vec over = row.about(i) + splat(0.01f - bound);  // of tokens without noise over the best so far
+        const vec over = row.about(i) + splat(0.01f - bound);  // logits above the best sum so far
         const vec noise = __builtin_convertvector((ivec)token_bits(key, tokens), vec) + splat(0.25f);
         const vec units = (vec)((ivec)noise & 0x7fffffff) * splat(UNIT);
-        // Noise above g needs a uniform below e^-g: only such tokens can come near the best so far.
+        // Noise above g needs a uniform below e^-g: only such tokens can come close to the best sum so far.
         const ivec likely = units <= above_exp(over < most ? over : most);
         if (!any(likely)) continue;
         const vec x = row.at(i);
@@ -232,7 +232,7 @@ inline long by_seed(const std::vector<Kept>& kept, float least, uint64_t key) {
     return best.said();
 }
 
-// Whether the point is further than rounding from both ends of the interval that contains it.
+// Returns whether the point is further than rounding from both ends of its interval.
 inline bool clear(double before, double point, double after, double total) {
     return point - before > CLOSE * total && after - point > CLOSE * total;
 }

@@ -32,8 +32,8 @@ constexpr long NT = 2 * VL;   // columns of a panel
 constexpr long SPLIT = 256;   // positions of an attention split; a multiple of NT for every VL
 constexpr long SCORES = SPLIT + 16;  // a row of scores; with a stride of a power of two, rows would map to the same cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
-constexpr long SLAB = 768;  // depth of a slab of expanded weights, which stays in L2: sums are put down once a slab
-constexpr long PREFETCH_BYTES = 8192;  // ahead in panels of blocks
+constexpr long SLAB = 768;  // depth of a slab of expanded weights, which stays in L2: sums are stored once a slab
+constexpr long PREFETCH_BYTES = 8192;  // bytes prefetched ahead in panels of blocks
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
 
 typedef float vec __attribute__((vector_size(VL * 4)));
@@ -52,7 +52,7 @@ struct half {  // IEEE binary16
 inline vec load(const float* p) { return *(const loose_vec*)p; }
 inline vec load(const uint16_t* p) { return (vec)(__builtin_convertvector(*(const loose_half*)p, uvec) << 16); }  // bf16
 
-// Bytes as numbers, and numbers as bytes: by hand where GCC converts lane after lane.
+// Conversions of bytes and numbers: written by hand where GCC converts lane after lane.
 inline vec load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
     const ivec wide = (ivec)_mm512_maskz_cvtepu8_epi32(-1, _mm_loadu_si128((const __m128i*)p));
@@ -136,7 +136,7 @@ inline float sum_lanes(vec v) {
     return a[0];
 }
 
-// GCC makes a few shuffles of these loops.
+// GCC turns these loops into a few shuffles.
 inline int32_t sum_lanes(ivec v) {
     int32_t a[VL], sum = 0;
     memcpy(a, &v, sizeof a);
@@ -144,7 +144,7 @@ inline int32_t sum_lanes(ivec v) {
     return sum;
 }
 
-inline int32_t max_lanes(ivec v) {  // or 0
+inline int32_t max_lanes(ivec v) {  // at least 0
     int32_t a[VL], best = 0;
     memcpy(a, &v, sizeof a);
     for (int i = 0; i < VL; i++) best = a[i] > best ? a[i] : best;
@@ -157,10 +157,10 @@ inline float max_lanes(vec v) {
     return best;
 }
 
-// e^x for x <= 0 within 2 ulp, 0 below the smallest normal number: x = n ln 2 + r, a polynomial in r, times 2^n.
+// Returns e^x for x <= 0 within 2 ulp, 0 below the smallest normal number: x = n ln 2 + r, a polynomial in r, times 2^n.
 inline vec vexp(vec x) {
-    const vec lowest = splat(-87.33f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves n in the low bits
-    const vec inside = x < lowest ? lowest : x;  // not-a-number passes both comparisons and comes out as itself
+    const vec lowest = splat(-87.33f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it puts n into the low bits
+    const vec inside = x < lowest ? lowest : x;  // not-a-number passes both comparisons unchanged
     const vec shifted = madd(inside, splat(1.44269504088896341f), magic);
     const vec n = shifted - magic;
     vec r = madd(n, splat(-0.693359375f), inside);

@@ -13,7 +13,7 @@ from paceline.drafters.block.native import BlockRow, NativeBlocks
 from paceline.drafters.block.tree import grow, lattice
 from paceline.drafters.tapped import likely_nodes
 from paceline.models.backends.cpu.kernels import NativeKernels
-from paceline.models.backends.cpu.stack import AbsorbedView, NativeStack
+from paceline.models.backends.cpu.stack import ContextKVView, NativeStack
 from paceline.models.kernels import StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.native.library import open_library, runnable_variants
@@ -38,7 +38,7 @@ class Scene:
         self.stack = NativeStack(kernels, [], caches, shape)
         self.blocks = NativeBlocks(
             kernels,
-            AbsorbedView(),
+            ContextKVView(),
             masks=masks,
             norm=torch.ones(masks.shape[1]),
             head=kernels.pack(head),

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from paceline.drafters.block.config import TAP_NORM, DSparkConfig
 from paceline.drafters.hidden_states import TapBatch
 from paceline.models.backends.cpu.kernels import NativeKernels
-from paceline.models.backends.cpu.stack import AbsorbedView, NativeStack
+from paceline.models.backends.cpu.stack import ContextKVView, NativeStack
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
@@ -46,11 +46,11 @@ class ContextKV:
         names = [f"layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "kv"]
         self._kv = kernels.pack([store(tensors[name]) for name in names])
         self._tap_norm = vector(TAP_NORM) if config.tap_norm else None
-        self.view: AbsorbedView | None = None  # points into the tensors above
+        self.view: ContextKVView | None = None  # points into the tensors above
         if isinstance(kernels, NativeKernels):
             tap_norm = None if self._tap_norm is None else self._tap_norm.data_ptr()
             pointers = tap_norm, self._norm.data_ptr()
-            self.view = AbsorbedView(*pointers, self._fc.view, self._kv.view, len(config.taps))
+            self.view = ContextKVView(*pointers, self._fc.view, self._kv.view, len(config.taps))
         self._graphs: dict[int, CudaGraph] = {}
         self._kept: list[Tensor] = []
         self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), what graphs read

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.drafters.base import DraftRequest
 from paceline.models.backends.cpu.kernels import NativeKernels
-from paceline.models.backends.cpu.stack import AbsorbedView, NativeStack, address_of, check_in_place, check_status
+from paceline.models.backends.cpu.stack import ContextKVView, NativeStack, address_of, check_in_place, check_status
 from paceline.models.backends.cpu.weights import PackedRows, PackedWeight, ProductView, rows_view
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -74,7 +74,7 @@ class NativeBlocks:
     def __init__(
         self,
         kernels: NativeKernels,
-        absorbed: AbsorbedView,
+        absorbed: ContextKVView,
         *,
         masks: Tensor,
         norm: Tensor,

@@ -1,6 +1,6 @@
-"""Past answers of all requests: a suffix index over finished answers, from which the oldest are dropped first.
+"""A store of past answers: a suffix index over finished answers of all requests; the oldest are dropped first.
 
-It can be seeded from text files and kept in a file between runs: one line of JSON (format, vocabulary, a fingerprint
+It can be seeded from text files and saved between runs in a file: one line of JSON (format, vocabulary, a fingerprint
 of the tokenizer, length, checksum) and then the tokens. The seed is not saved: every run reads the files again.
 """
 
@@ -75,19 +75,19 @@ class SuffixStore:
         if self._encode is None:
             raise InvalidParameter("suffix_corpus", "needs a tokenizer, and this model came without one")
         try:
-            found = os.stat(file)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.stat(file)
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidParameter("suffix_corpus", f"{file} is not a regular file")
-            if found.st_size > MAX_CORPUS:
+            if status.st_size > MAX_CORPUS:
                 most = f"at most {MAX_CORPUS >> 20} MiB: more than the store holds would be forgotten at once"
-                raise InvalidParameter("suffix_corpus", f"{file} has {found.st_size >> 20} MiB; give {most}")
+                raise InvalidParameter("suffix_corpus", f"{file} has {status.st_size >> 20} MiB; give {most}")
             with open(file, encoding="utf-8", errors="replace") as lines:
                 while piece := lines.read(_PIECE):
                     yield self._encode(piece + lines.readline())
         except OSError as problem:
             raise InvalidParameter("suffix_corpus", f"cannot read {file}: {problem.strerror}") from problem
 
-    # -- kept between runs ---------------------------------------------------------------------------------------
+    # -- saved between runs ---------------------------------------------------------------------------------------
 
     def load(self) -> None:
         """Start from the file if there is one. A file that cannot be used is logged, and the store starts empty."""
@@ -102,7 +102,7 @@ class SuffixStore:
         self._num_learned += len(tokens)
 
     def save(self) -> None:
-        """Write what was learned, all or nothing: a reader sees the old file or the new one."""
+        """Write the learned answers, all or nothing: a reader sees the old file or the new one."""
         if self._path is None or self.index is None or not self._may_write or not self._unsaved:
             return
         tokens = self.index.tokens(self._num_learned).astype("<i4").tobytes()
@@ -129,7 +129,7 @@ class SuffixStore:
         }
 
     def _read(self, path: Path) -> Ints:
-        """The stored tokens; ValueError gives the reason why not. A file of another kind is never overwritten."""
+        """Return the stored tokens, or raise ValueError with the reason. Files of another kind are not overwritten."""
         self._may_write = False
         if not path.is_file():
             raise ValueError("not a regular file, left as it is")

@@ -1,7 +1,4 @@
-"""CPU kernels of our own, from native/kernels.cpp: a row's bits do not depend on the rows or threads beside it.
-
-The libraries are plain C, opened by path, with threads of their own (native/pool.h has the reason against OpenMP).
-"""
+"""CPU kernels from the native library: a row's bits do not depend on other rows or on the number of threads."""
 
 from __future__ import annotations
 
@@ -21,27 +18,27 @@ from paceline.native.library import Library, load_library
 
 
 def native_draw(library: Library | None) -> Callable[[Tensor], Callable[..., int | None] | None] | None:
-    """Draws the tokens of rows of logits (R, V), for `verify.host`; None without a library."""
+    """Return a function that draws tokens of rows of logits (R, V), for `verify.host`; None without a library."""
     if library is None:
         return None
     draw_token = library.function("draw_token")
 
-    def of(logits: Tensor) -> Callable[..., int | None] | None:
+    def of_rows(logits: Tensor) -> Callable[..., int | None] | None:
         if logits.dtype is not torch.float32 or not logits.is_contiguous():
             return None
         first, size = logits.data_ptr(), logits.shape[1]
 
-        def draw(row: int, *asked: float) -> int | None:
-            token: int = draw_token(first + 4 * size * row, size, *asked)
+        def draw(row: int, *params: float) -> int | None:
+            token: int = draw_token(first + 4 * size * row, size, *params)
             return None if token < 0 else token
 
         return draw
 
-    return of
+    return of_rows
 
 
 def native_ring_store() -> Callable[..., None] | None:
-    """`store_in_ring` of native/layers.h; None without a library."""
+    """Return `store_in_ring` of native/layers.h; None without a library."""
     library = load_library()
     return None if library is None else library.function("store_in_ring")
 
@@ -53,7 +50,7 @@ class NativeKernels:
     torch_threads: int | None = 1
 
     def __init__(self, library: Library, threads: int | None = None, activations: str = FLOAT32) -> None:
-        """`threads` None: as many as torch uses at each call."""
+        """`threads` None: torch's number of threads at each call."""
         self.name, self.activations = f"native-{library.variant}", activations
         self._library, self._threads = library, threads
         self._panel_bytes, self._pack = library.function("panel_bytes"), library.function("pack")
@@ -62,7 +59,7 @@ class NativeKernels:
         self._silu_mul = library.function("silu_mul")
         self._rope_and_store = library.function("rope_and_store")
         self._attention = library.function("attention")
-        self.layers, self.absorb = library.function("layers"), library.function("absorb")
+        self.layers, self.write_context_kv = library.function("layers"), library.function("write_context_kv")
         self.draft_blocks, self.whole_pass = library.function("draft_blocks"), library.function("pass")
         self._last_plan: tuple[PassPlan | None, PlanView] = (None, PlanView())
 
@@ -71,13 +68,13 @@ class NativeKernels:
         return self._threads or get_num_threads()
 
     def rounding(self) -> NativeKernels:
-        """The same with int8 activations: for drafters, whose rounding no output depends on."""
+        """Return kernels with int8 activations, for drafters: no output depends on their rounding."""
         return NativeKernels(self._library, self._threads, INT8)
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> PackedWeight:
-        """Blocks, bf16 and fp16 stay what they are in memory; everything else is stored as fp32."""
-        given = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
-        parts = [self._panels(joined(run)) for run in runs_of_a_kind(given)]
+        """Pack a weight: blocks, bf16 and fp16 keep their kind; everything else is stored as fp32."""
+        weights = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
+        parts = [self._panels(joined(run)) for run in runs_of_a_kind(weights)]
         bias = None if bias is None else bias.detach().to(CPU, torch.float32).contiguous()
         return PackedWeight.of(parts, bias, self.activations == INT8)
 
@@ -89,19 +86,19 @@ class NativeKernels:
         return StoredWeight(stored.kind, panels, (n, k))
 
     def embedding(self, weight: StoredWeight, packed: PackedWeight | None) -> Tensor | PackedRows:
-        """Blocks are read from the head where that is the same weight."""
+        """Return the rows of an embedding; blocks are read from `packed`, the head, if that is the same weight."""
         if not weight.kind.is_blocks:
             return weight.numbers()
         return PackedRows(self.pack(weight) if packed is None else packed, self.gather)
 
     def gather(self, weight: PackedWeight, ids: Tensor) -> Tensor:
-        """Rows of a weight of blocks: (...,) -> (..., K)."""
+        """Read rows of a weight of blocks: (...,) -> (..., K)."""
         n, k = weight.shape
-        wanted = ids.to(CPU, torch.int64).contiguous()
-        if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < n:
+        rows = ids.to(CPU, torch.int64).contiguous()
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < n:
             raise IndexError(f"a token id is outside the vocabulary of {n}")
-        out = torch.empty((*wanted.shape, k))
-        self._gather(ctypes.addressof(weight.view), wanted.data_ptr(), out.data_ptr(), wanted.numel(), self.threads)
+        out = torch.empty((*rows.shape, k))
+        self._gather(ctypes.addressof(weight.view), rows.data_ptr(), out.data_ptr(), rows.numel(), self.threads)
         return out
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -142,7 +139,7 @@ class NativeKernels:
         q_heads = width // dim - 2 * kv_heads
         heads = HeadsView.of(rope.cos, rope.sin, q_heads, cache, rope.eps, 1.0)
         q = qkv.new_empty((rows, q_heads, dim))
-        view = self.view(plan, rows)  # held here: another thread may pass another plan meanwhile
+        view = self.view(plan, rows)  # a reference of its own: another thread may replace the last plan
         status = self._rope_and_store(
             ctypes.addressof(view),
             ctypes.addressof(heads),

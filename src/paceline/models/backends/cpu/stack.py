@@ -1,4 +1,4 @@
-"""Views of plans, weights and layers as C structures, and the calls that run several layers or a whole pass."""
+"""Plans, weights and layers as C structures, and the calls that run several layers or a whole pass."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from paceline.models.backends.cpu.kernels import NativeKernels
 
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
-PLAN_ROWS = [ROW_FIELDS.index(name) for name in PLAN_TENSORS[: len(ROW_FIELDS)]]  # of a plan's arrays
+PLAN_ROWS = [ROW_FIELDS.index(name) for name in PLAN_TENSORS[: len(ROW_FIELDS)]]  # rows of a plan's host array
 
 
 class PlanView(ctypes.Structure):
-    """A PassPlan as a C structure. Built once per pass: a plan serves every layer."""
+    """A PassPlan as a C structure, built once per pass: a plan serves every layer."""
 
     _fields_ = (
         *((name, c_void_p) for name in PLAN_TENSORS),
@@ -34,10 +34,10 @@ class PlanView(ctypes.Structure):
 
     @classmethod
     def of(cls, plan: PassPlan) -> PlanView:
-        if "host" in vars(plan):  # whose rows follow one another in memory
-            each, path, tables, _ = plan.host
-            assert each.dtype == path.dtype == tables.dtype == np.int32
-            rows, first = each.shape[1], address_of(each)
+        if "host" in vars(plan):
+            fields, path, tables, _ = plan.host
+            assert fields.dtype == path.dtype == tables.dtype == np.int32
+            rows, first = fields.shape[1], address_of(fields)
             at = [first + 4 * rows * row for row in PLAN_ROWS]
             return cls(*at, address_of(path), address_of(tables), *path.shape, tables.shape[1], plan.block_size)
         tensors = [getattr(plan, name) for name in PLAN_TENSORS]
@@ -47,7 +47,7 @@ class PlanView(ctypes.Structure):
 
 
 class HeadsView(ctypes.Structure):
-    """What all layers of a model share, as a C structure."""
+    """The heads of a model's layers, their rotary tables and their cache."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("cos", "sin")),
@@ -59,7 +59,7 @@ class HeadsView(ctypes.Structure):
     def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
         num_slots, kv_heads, dim = check_in_place(cache.k)
         check_in_place(cache.v)
-        for table in (cos, sin):  # C keeps pointers to them, so they must not be copies
+        for table in (cos, sin):  # C keeps pointers to the tables, so they must not be copies
             check_in_place(table)
         return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
 
@@ -86,7 +86,7 @@ class LayerView(ctypes.Structure):
 
 
 class TapsView(ctypes.Structure):
-    """Layers before which the residual stream is read (-1: none), and where to."""
+    """Layers before which the residual stream is read (-1: none), and the buffer it is copied to."""
 
     _fields_ = (("layers", c_void_p), ("out", c_void_p), ("count", c_int64))
 
@@ -94,8 +94,8 @@ class TapsView(ctypes.Structure):
 NO_TAPS = TapsView()
 
 
-class AbsorbedView(ctypes.Structure):
-    """How hidden states become keys and values of a block drafter's layers (native/block_draft.h)."""
+class ContextKVView(ctypes.Structure):
+    """Weights that turn hidden states into keys and values of a block drafter's layers (native/block_draft.h)."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("tap_norm", "norm")),
@@ -105,18 +105,18 @@ class AbsorbedView(ctypes.Structure):
 
 
 class NativeStack:
-    """All layers of a model in one call: no time between them."""
+    """All layers of a model in one call."""
 
     def __init__(
         self, kernels: NativeKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams
     ) -> None:
         self.caches, self._kernels = caches, kernels
-        self._kept = layers, shape  # the views below point into these
+        self._kept = layers, shape  # the views point into these
         self._heads = HeadsView.of(shape.cos, shape.sin, shape.q_heads, caches[0], shape.eps, shape.scale)
         self._layers = (LayerView * len(layers))(*map(LayerView.of, layers, caches))
 
     def run_tapped(self, residual: Tensor, plan: PassPlan, taps: Sequence[int], out: Tensor) -> Tensor:
-        """All layers; tap j is the residual stream before layer taps[j] (-1: none), written to out[:, j]."""
+        """Run all layers; tap j is the residual stream before layer taps[j] (-1: none), written to out[:, j]."""
         check_in_place(out)
         layers = (c_int64 * len(taps))(*taps)
         view = TapsView(ctypes.addressof(layers), out.data_ptr(), len(taps))
@@ -145,19 +145,19 @@ class NativeStack:
         check_status(status)
         return out
 
-    def write_context_kv(self, taps: Tensor, plan: PassPlan, by: AbsorbedView) -> None:
-        """Keys and values of all layers from the target's hidden states (M, T, H), into their caches."""
+    def write_context_kv(self, taps: Tensor, plan: PassPlan, weights: ContextKVView) -> None:
+        """Write keys and values of all layers, computed from the target's hidden states (M, T, H), to their caches."""
         taps, view = fp32(taps), self._kernels.view(plan, taps.shape[0])
         heads, layers, count = self.addresses
-        status = self._kernels.absorb(
-            *(ctypes.addressof(view), heads, layers, count, ctypes.addressof(by), taps.data_ptr()),
+        status = self._kernels.write_context_kv(
+            *(ctypes.addressof(view), heads, layers, count, ctypes.addressof(weights), taps.data_ptr()),
             self._kernels.threads,
         )
         check_status(status)
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of what all layers share, of the layers, and how many there are."""
+        """Addresses of the heads and of the layers, and the number of layers."""
         return ctypes.addressof(self._heads), ctypes.addressof(self._layers), len(self._layers)
 
 
@@ -177,29 +177,29 @@ class NativePass:
         self._kernels, self._kept = kernels, (embedding, norm, head)  # the view points into these
         self._view = ModelView(rows_view(embedding), head.view, norm.data_ptr(), embedding.shape[0])
         (self._vocab, self._hidden), self._address = head.shape, ctypes.addressof(self._view)
-        self._taps: dict[tuple[int, ...], ctypes.Array[c_int64]] = {}  # as native code reads them
+        self._taps: dict[tuple[int, ...], ctypes.Array[c_int64]] = {}  # arrays for native code
 
     def __call__(
         self, stack: NativeStack, tokens: Tensor, plan: PassPlan, chosen: Tensor | None, taps: Sequence[int]
     ) -> ModelOutput:
-        """`chosen`: rows whose logits are wanted, ascending; None: all. `taps`: layers before which the residual stream
-        is read."""
+        """Run a pass. `chosen`: rows whose logits are computed, ascending; None: all. `taps`: layers before which the
+        residual stream is read."""
         rows, kernels = tokens.shape[0], self._kernels
         if tokens.dtype is not torch.int32 or not tokens.is_contiguous():
             tokens = tokens.to(torch.int32).contiguous()
         out = torch.empty(rows, len(taps), self._hidden) if taps else None
         logits = torch.empty(rows if chosen is None else chosen.shape[0], self._vocab)
-        view, wanted = kernels.view(plan, rows), self._tapped(tuple(taps), out)
+        view, taps_view = kernels.view(plan, rows), self._taps_view(tuple(taps), out)
         heads, layers, count = stack.addresses
         status = kernels.whole_pass(
             *(self._address, ctypes.addressof(view), heads, layers, count, tokens.data_ptr()),
-            *(None if chosen is None else chosen.data_ptr(), logits.shape[0], ctypes.addressof(wanted)),
+            *(None if chosen is None else chosen.data_ptr(), logits.shape[0], ctypes.addressof(taps_view)),
             *(logits.data_ptr(), kernels.threads),
         )
         check_status(status)
         return ModelOutput(logits, out)
 
-    def _tapped(self, taps: tuple[int, ...], out: Tensor | None) -> TapsView:
+    def _taps_view(self, taps: tuple[int, ...], out: Tensor | None) -> TapsView:
         layers = self._taps.get(taps)
         if layers is None:
             layers = self._taps[taps] = (c_int64 * len(taps))(*taps)
@@ -213,14 +213,14 @@ def fp32(x: Tensor) -> Tensor:
 
 
 def check_in_place(x: Tensor) -> torch.Size:
-    """A tensor written through its pointer must not be a copy: contiguous float32 only."""
+    """Refuse tensors that cannot be written through their pointer: contiguous float32 only."""
     if x.dtype is not torch.float32 or not x.is_contiguous():
         raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
     return x.shape
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Of its first element; in a third of the time of `array.ctypes`. The array is writable and contiguous."""
+    """Return the address of a writable, contiguous array, three times as fast as `array.ctypes`."""
     return ctypes.addressof(c_char.from_buffer(array)) if array.size else 0  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Weights as the native kernels read them: panels of a few columns each, in parts of one kind."""
+"""Weights of the native kernels: panels of a few columns each, in parts of one kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NATIVE_KINDS = {kind for kind in WeightKind if kind is not WeightKind.FLOAT64 an
 
 
 class ProductView(ctypes.Structure):
-    """A product, or a part of one: weights of several kinds are multiplied one after the other (`next`)."""
+    """A product or a part of one: weights of several kinds are multiplied one after the other (`next`)."""
 
     _fields_ = (
         ("kind", c_int64),
@@ -35,7 +35,7 @@ class PackedWeight:
 
     parts: tuple[StoredWeight, ...]
     bias: Tensor | None
-    views: tuple[ProductView, ...]  # point into the tensors, which are kept alive here, and each to the next
+    views: tuple[ProductView, ...]  # pointers into the tensors; each also points to the next view
 
     @staticmethod
     def of(parts: Sequence[StoredWeight], bias: Tensor | None, rounds: bool) -> PackedWeight:
@@ -82,7 +82,7 @@ def _joined_shape(parts: Sequence[StoredWeight]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """An embedding that is read from a packed weight: indexed by token ids, as a tensor (V, H) is."""
+    """An embedding in a packed weight, indexed by token ids like a tensor (V, H)."""
 
     weight: PackedWeight
     gather: Callable[[PackedWeight, Tensor], Tensor]
@@ -101,7 +101,7 @@ class PackedRows:
 
 
 def rows_view(embedding: Tensor | PackedRows) -> ProductView:
-    """Numbers in rows are described as a product is."""
+    """Return the view of an embedding; numbers in rows use the fields of a product."""
     if isinstance(embedding, PackedRows):
         return embedding.weight.view
     outputs, inputs = embedding.shape
@@ -109,8 +109,8 @@ def rows_view(embedding: Tensor | PackedRows) -> ProductView:
 
 
 def runs_of_a_kind(weights: Sequence[Tensor | StoredWeight]) -> list[list[StoredWeight]]:
-    """Neighbours of one kind together; kinds that these kernels cannot read become blocks of the same numbers where
-    there are any, and else fp32."""
+    """Group neighbours of one kind. A kind that these kernels cannot read becomes blocks of equal numbers if it can,
+    and else fp32."""
     return [list(run) for _, run in itertools.groupby(map(_readable, weights), lambda part: part.kind)]
 
 
