@@ -19,6 +19,8 @@ from gpu_engine import Runs, many_prompts
 from gpu_subject import Subject
 
 from paceline import SamplingParams
+from paceline.engine.sampler import Sampler
+from paceline.verify import verify
 
 CELLS: tuple[tuple[str, str, int | None, dict[str, Any], int], ...] = (
     ("small", "none", None, {"top_p": 0.9}, 1),
@@ -34,11 +36,13 @@ CELLS: tuple[tuple[str, str, int | None, dict[str, Any], int], ...] = (
 
 
 def cell(runs: Runs, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
-    sampler = runs.engine.runner.sampler
+    engine, sampler = runs.engine, runs.engine.runner.sampler
+    config = engine.model.config
+    uncaptured = Sampler(config.vocab_size, frozenset(config.eos_token_ids), engine.model.device, verifier=verify)
     times: dict[str, list[float]] = {"uncaptured": [], "captured": []}
     for turn in range(rounds + 1):
         for name, step_ms in times.items():
-            sampler.shortcut = name == "captured"
+            engine.runner.sampler = sampler if name == "captured" else uncaptured
             took = runs.answer(prompts, params)["step_ms"]
             if turn:
                 step_ms.append(took)

@@ -18,10 +18,12 @@ from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import PassPlan, slots_of
 from paceline.models.weights import Dtypes
+from paceline.verify import verify
 from tests.helpers.contract_toys import ByRequest, context_for, exercised, params, run
 from tests.helpers.random_llama import llama
 
@@ -145,7 +147,8 @@ def test_what_is_sampled_does_not_depend_on_what_is_captured(engine, method, mon
     for captured in (True, True, False):
         keys = random.Random(3)
         monkeypatch.setattr("paceline.core.sequence.secrets.randbits", keys.getrandbits)
-        monkeypatch.setattr(sampler, "shortcut", captured or DEVICE.type == "cpu")
+        uncaptured = Sampler(engine.model.config.vocab_size, frozenset(), DEVICE, verifier=verify)
+        monkeypatch.setattr(engine.runner, "sampler", sampler if captured else uncaptured)
         with mock.patch.object(graphs, "of", graphs.of if captured else lambda *given: None):
             outputs.append(answers(engine, wanted, [method] * 4))
         assert sampler.uncaptured == before or not captured

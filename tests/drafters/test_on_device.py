@@ -18,9 +18,11 @@ from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.sampler import Sampler
 from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import slots_of
+from paceline.verify import verify
 from paceline.verify.cuda.graphs import WIDTHS
 from tests.cuda.test_cuda import CONFIG, LENGTH, PROMPTS
 from tests.drafters.block.dspark_reference import knowing
@@ -128,7 +130,8 @@ def test_block_drafters_change_when_tokens_come_never_which(device, plain, kind,
     )
     choices = {str(at): DraftPlan(drafter.name, (1, 5, 17, 60)[at]) for at in range(4)}
     engine = engine_for(drafter, decoder, ByRequest(choices))
-    engine.runner.sampler.shortcut = captured
+    if not captured:
+        engine.runner.sampler = Sampler(CONFIG.vocab_size, frozenset(), device, verifier=verify)
     for asked in ASKED:
         begun = watch(drafter)
         sequences, _ = run(engine, requests_of(asked))

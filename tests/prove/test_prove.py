@@ -14,7 +14,6 @@ from paceline.cli.app import run
 from paceline.core.rng import Lane, coin
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import Verdict
-from paceline.engine import sampler
 from paceline.engine.policy.interface import DraftPlan
 from paceline.prove import inject, rollback
 from paceline.prove.g_test import FALSE_ALARM, g_test
@@ -74,8 +73,7 @@ def test_a_fault_is_gone_when_the_proof_is_over(tiny: LLM) -> None:
     before = vars(tiny.engine.runner).copy()
     for fault in inject.FAULTS:
         with inject.injected(tiny, fault):
-            assert sampler.verify is not verify or "launch" in vars(tiny.engine.runner)
-        assert sampler.verify is verify
+            assert vars(tiny.engine.runner) != before
         assert vars(tiny.engine.runner) == before
 
 

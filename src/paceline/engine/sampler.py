@@ -1,11 +1,12 @@
 """Verification as the engine calls it: the parameters of each sequence, and the row of logits of each node.
 
 On a CPU the common step is walked on the host. On a CUDA device a step is one replay of a graph captured at start-up
-(verify/graph_cache.py): penalties, biases and bans change the logits before it, log-probabilities are taken after it.
+(verify/cuda/graphs.py): penalties, biases and bans change the logits before it, log-probabilities are taken after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -24,12 +25,22 @@ from paceline.verify.host import walk_on_host
 from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, BatchParams, Ints, SamplingMetadataBuilder
 
 PATHS = PENALISED | BAD_WORDS
+Verify = Callable[..., Verdict]
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
-        self._device, self._on_host = device, device.type == "cpu"
-        self.shortcut = True  # the walk on the host, or a graph; not while `prove` injects a fault
+    """`verifier`: a function in place of `verify`, called for every step. None: `verify`, by the host's walk or a graph
+    where they serve."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        *,
+        verifier: Verify | None = None,
+    ) -> None:
+        self._device, self._on_host, self._verifier = device, device.type == "cpu", verifier
         self._native = kernels.draw_of(device)
         self._builder = SamplingMetadataBuilder(vocab_size, eos_token_ids, device)
         self._graphs = GraphCache(device, Staging(device))
@@ -44,11 +55,11 @@ class Sampler:
         return self._compiled.count
 
     def joined(self, sequence: Sequence) -> None:
-        """Keep the parameters of a sequence at its seat: from here on `verify` needs the seat alone."""
+        """Keep the parameters of a sequence by its `req_index`, from which `verify` finds them."""
         self._builder.columns.fill(sequence.req_index, sequence)
 
     def left(self, sequence: Sequence) -> None:
-        """The next sequence that has the seat overwrites it."""
+        """Do nothing: the next sequence with this `req_index` overwrites the parameters."""
 
     def verify(
         self,
@@ -66,7 +77,10 @@ class Sampler:
         the sequences, where they have tokens that the host has not read. `req_indices` of sequences that were admitted.
         """
         draft = draft.placed(self._device)
-        if self._on_host and self.shortcut and draft.q is None and not self._graphs.enabled:
+        if self._verifier is not None:  # it may stand in for a sampler that `joined` was called on
+            params = self._builder.params(sequences, lengths)
+            return self._uncaptured(self._verifier, params, draft, logits, row_of)
+        if self._on_host and draft.q is None and not self._graphs.enabled:
             samplers = self._builder.samplers(sequences, req_indices)
             if samplers is not None:
                 committed = [len(one.tokens) for one in sequences] if lengths is None else lengths.tolist()
@@ -74,10 +88,10 @@ class Sampler:
                 return walk_on_host(draft, logits, row_by_slot, draft.max_depth, samplers, committed, self._native)
         params, compiled = self._builder.params(sequences, lengths, req_indices), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
-        key = self._graphs.key(params.form, draft, logits) if self.shortcut else None
+        key = self._graphs.key(params.form, draft, logits)
         if key is None:
             self.uncaptured += self._graphs.enabled
-            verdict = self._uncaptured(params, draft, logits, row_of)
+            verdict = self._uncaptured(verify, params, draft, logits, row_of)
         elif simple:
             verdict = self._captured(key, params, draft, row_of)
         else:
@@ -115,11 +129,13 @@ class Sampler:
         wanted = params.num_logprobs
         return verdict if wanted is None else with_logprobs(verdict, logits, there, wanted, draft.max_depth)
 
-    def _uncaptured(self, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
+    def _uncaptured(
+        self, verifier: Verify, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor
+    ) -> Verdict:
         metadata, draws = self._builder.build(params, self._builder.masks(params, draft))
         on_device, there, nodes = self._on_device(params, draft, row_of)
         options = {"max_depth": draft.max_depth, "num_logprobs": params.num_logprobs}
-        return verify(on_device, logits, there, nodes, metadata, draws, **options)  # type: ignore[arg-type]
+        return verifier(on_device, logits, there, nodes, metadata, draws, **options)
 
     def _on_device(self, params: BatchParams, draft: Draft, row_of: Tensor) -> tuple[Draft, Tensor, Nodes]:
         """Draft, rows and nodes where the logits are. Only penalties and bad words look at the path of a node."""

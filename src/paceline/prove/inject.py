@@ -13,9 +13,9 @@ from torch import Tensor
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import TokenKind, Verdict
-from paceline.engine import sampler
 from paceline.engine.engine import Engine
 from paceline.engine.in_flight import InFlightStep
+from paceline.engine.sampler import Sampler
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify
@@ -42,13 +42,18 @@ def injected(llm: LLM, fault: str | None) -> Iterator[Verify]:
     """The verifier to prove, which the engine uses meanwhile too: the real one, or one with a fault."""
     broken: dict[str, Verify] = {"bias": _biased, "bonus": _wrong_bonus, "coins": _reused_coins}
     chosen: Verify = broken.get(fault or "", verify)
-    launch = {"launch": on_engine(llm, _off_by_one)} if fault == "rollback" else {}
-    with (
-        patched(llm, lambda engine: sampler, verify=chosen),
-        patched(llm, lambda engine: engine.runner.sampler, shortcut=fault is None),
-        patched(llm, lambda engine: engine.runner, **launch),
-    ):
+    parts: dict[str, Any] = {}
+    if fault == "rollback":
+        parts["launch"] = on_engine(llm, _off_by_one)
+    if fault is not None:
+        parts["sampler"] = on_engine(llm, lambda engine: _sampler(engine, chosen))
+    with patched(llm, lambda engine: engine.runner, **parts):
         yield chosen
+
+
+def _sampler(engine: Engine, verifier: Verify) -> Sampler:
+    config = engine.model.config
+    return Sampler(config.vocab_size, frozenset(config.eos_token_ids), engine.model.device, verifier=verifier)
 
 
 def _biased(
