@@ -33,7 +33,7 @@ from paceline.models.load.loader import expected_shapes
 from paceline.models.spec import ModelConfig
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
 from paceline.platform.launch import INTERPRETED
-from paceline.platform.parallel_compile import parallel_compile
+from paceline.platform.triton import parallel_compile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter does not multiply bf16

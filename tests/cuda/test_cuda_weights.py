@@ -15,7 +15,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.load.loader import expected_shapes
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
-from paceline.platform.parallel import compile_together
+from paceline.platform.triton import compile_together
 from paceline.testing import logits_of
 from tests.helpers.random_llama import llama
 from tests.models.test_weights import codes_of

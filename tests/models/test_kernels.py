@@ -404,7 +404,7 @@ def test_torch_attention_takes_turns_without_changing_its_answer(window, monkeyp
     for plan in (state.plan(rows), state.branch(rows, [1 + p % 3 for _, p in rows])):
         whole = TorchKernels().attention(q, plan, state.cache, 0.25, window)
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.models.backends.torch_reads.LIMIT", 50 * 4 * 7)
+            patch.setattr("paceline.models.backends.torch.LIMIT", 50 * 4 * 7)
             kernels = TorchKernels()
             torch.testing.assert_close(kernels.attention(q, plan, state.cache, 0.25, window), whole)
             assert len(kernels._reads(plan).parts(window, 4, state.cache)) >= 8

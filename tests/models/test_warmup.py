@@ -9,6 +9,7 @@ import pytest
 
 from paceline.models.buckets import STEPS, TILES, Bucket, path_up, up
 from paceline.models.warmup import TREES, PassShape, drafting, verifying, warmup_pass
+from paceline.platform.triton import parallel_compile
 
 attention = pytest.importorskip("paceline.models.backends.cuda.attention.attention", reason="needs triton")
 
@@ -71,15 +72,15 @@ def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:
 
 
 def test_kernels_are_compiled_side_by_side_and_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("paceline.platform.parallel_compile")
+    jit = pytest.importorskip("triton.runtime.jit")
     launches = []
 
     def run(self: object, *args: object, warmup: bool, **kwargs: object) -> None:
         launches.append((self, args, warmup, kwargs))
 
-    monkeypatch.setattr(module.JITFunction, "run", run)
-    kernel = module.JITFunction(warmup_pass)
-    with module.parallel_compile():
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+    kernel = jit.JITFunction(warmup_pass)
+    with parallel_compile():
         kernel[(2,)](1, BLOCK=3)
     kernel[(2,)](1, BLOCK=3)
     assert [(args, warmup, kwargs) for _, args, warmup, kwargs in launches] == [

@@ -105,7 +105,7 @@ class Sampler:
         take, with up to `q_rows` rows of q. `logits`: the whole buffer that passes leave theirs in."""
         self._graphs.prepare(logits, sequences, rows, q_rows)
         if logits.is_cuda:
-            from paceline.platform.parallel_compile import parallel_compile
+            from paceline.platform.triton import parallel_compile
 
             with parallel_compile():
                 for key in self._graphs.kinds():

@@ -26,6 +26,7 @@ from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
 from paceline.models.warmup import PassShape, warmup_pass
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.platform.staging import Staging
+from paceline.platform.triton import parallel_compile
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
@@ -232,8 +233,6 @@ class PassGraphs:
         log.info("prepared %d shapes of passes in %.1f s, %.0f MB", len(self._passes), took, grown)
 
     def _compile(self, passes: Iterable[Placed]) -> None:
-        from paceline.platform.parallel_compile import parallel_compile
-
         with parallel_compile():
             for placed in passes:
                 self.compute(placed)

@@ -1,15 +1,14 @@
-"""Common parts of all Triton kernels: overlapping a kernel's start with the end of the one before it.
+"""Launches of all Triton kernels: their options, and overlapping a kernel's start with the end of the one before it.
 
 With programmatic dependent launch a kernel's programs may start while the kernel before is still finishing. `wait`
-comes before the first read of anything another kernel wrote, so completion is transitive along the stream: once a
-kernel is done, so are all it waited for. Before the wait a small weight is fetched into the L2 cache: a small model's
-kernels are bound by memory latency, not by bandwidth. (Prefetching large weights was tried too, before the wait and
-from the small kernels between products: slower by 1 to 9 %.)
+comes before the first read of anything that another kernel wrote, so completion is transitive along the stream: once a
+kernel is done, so are all that it waited for. Before the wait a small weight is fetched into the L2 cache: the kernels
+of a small model are bound by memory latency, not by bandwidth. Prefetching large weights, before the wait or from the
+small kernels between products, was slower by 1 to 9 %.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -38,15 +37,10 @@ def fetch(lines):
 
 
 def unfused() -> dict[str, bool]:
-    """Launch options for kernels whose bits must not depend on which products and sums the compiler fuses."""
+    """Return launch options for kernels whose bits must not depend on how the compiler fuses products and sums."""
     return {} if INTERPRETED else {"enable_fp_fusion": False}
 
 
 def overlapped(enabled: bool = True) -> dict[str, bool]:
-    """Launch options; none for the interpreter."""
+    """Return launch options for a kernel that starts before the one before it ends; not under the interpreter."""
     return {"OVERLAP": True, "launch_pdl": True} if enabled and not INTERPRETED else {"OVERLAP": False}
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs are certain to run at the same time; the interpreter runs one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

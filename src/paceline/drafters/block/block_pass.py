@@ -22,7 +22,7 @@ from paceline.models.graphs import Placed
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
-from paceline.platform.parallel import compile_together
+from paceline.platform.triton import compile_together
 
 log = logging.getLogger("paceline")
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # of a captured draft; more are drafted in parts

@@ -22,7 +22,7 @@ from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
-from paceline.platform.parallel import compile_together
+from paceline.platform.triton import compile_together
 
 log = logging.getLogger("paceline")
 POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # of a captured batch; more are absorbed in parts

@@ -106,7 +106,7 @@ class EagleDrafter(TappedDrafter):
 
     def _capture(self) -> None:
         """Every shape is compiled, run once and captured, so that no draft waits for any of it."""
-        from paceline.platform.parallel_compile import parallel_compile
+        from paceline.platform.triton import parallel_compile
 
         works = {}
         for rows in (rows for rows in reversed(ROWS) if rows * self._most_blocks * self.block_size <= MOST_KEYS):

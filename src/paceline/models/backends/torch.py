@@ -1,24 +1,25 @@
 """The reference kernels: plain torch, any device, any float dtype; the other kernels are tested against them.
 
 Sums are taken in fp32 at least. torch's products round differently for different numbers of rows, so these are lossless
-in distribution but not bit-exact across passes. What all layers of a pass share is worked out once (`torch_reads`).
+in distribution but not bit-exact across passes. What all layers of a pass share is computed once (`PassReads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.models.backends.torch_reads import Part, PassReads
 from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import PassPlan
+from paceline.models.plan import PassPlan, slots_of
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
 
 FEW_ROWS = 7  # MKL multiplies (N, K) by (K, M) up to three times as fast as (M, K) by (K, N) up to here
+LIMIT = 1 << 24  # numbers that a group gathers or computes at once; larger groups are divided
 
 
 class TorchKernels:
@@ -33,7 +34,7 @@ class TorchKernels:
         self._last: tuple[PassPlan | None, PassReads | None] = None, None
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Linear:
-        """On CPU half-precision weights are widened: activations are fp32 there."""
+        """Widen half-precision weights on a CPU, where activations are fp32."""
         stored = in_one_kind(weight)
         device = stored.data.device
         if device.type == "cpu" and _is_half(stored.kind.dtype):
@@ -82,12 +83,12 @@ class TorchKernels:
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         out = torch.empty_like(q)
-        for part in self._reads(plan).parts(window, q.shape[1], cache):
-            out[part.rows] = _attend(q[part.rows], part, cache, scale).to(q.dtype)
+        for group in self._reads(plan).groups(window, q.shape[1], cache):
+            out[group.rows] = _attend(q[group.rows], group, cache, scale).to(q.dtype)
         return out.flatten(1)
 
     def _reads(self, plan: PassPlan) -> PassReads:
-        """Kept for the plan of the last call: the layers of a pass come one after the other."""
+        """Return the reads of a plan; they are cached for the layers of its pass."""
         last, reads = self._last
         if reads is None or last is not plan:
             reads = PassReads(plan)
@@ -102,22 +103,24 @@ class TorchKernels:
         return LayerByLayer(self, layers, caches, shape)
 
 
-def _attend(q: Tensor, part: Part, cache: LayerCache, scale: float) -> Tensor:
-    """S sequences of R rows each: (S, R, Hq, D) in, the same out. Keys of the sequence first, then the row's own."""
+def _attend(q: Tensor, group: SequenceGroup, cache: LayerCache, scale: float) -> Tensor:
+    """Attend (S, R, Hq, D), S sequences of R rows each, to the keys of the sequence, then to the row's own."""
     shape = q.shape
     heads = cache.k.shape[1]
     grouped = _widen(q).view(*shape[:2], heads, -1, shape[3]).permute(0, 2, 3, 1, 4) * scale  # (S, Hkv, G, R, D)
-    keys, values = (_widen(t[part.slots]).permute(0, 2, 1, 3)[:, :, None] for t in (cache.k, cache.v))
+    keys, values = (_widen(t[group.slots]).permute(0, 2, 1, 3)[:, :, None] for t in (cache.k, cache.v))
     scores = grouped @ keys.transpose(-1, -2)  # (S, Hkv, G, R, T)
-    if part.hidden is not None:
-        scores.masked_fill_(part.hidden[:, None, None], float("-inf"))
-    if part.path is None or part.path_hidden is None:
+    if group.hidden is not None:
+        scores.masked_fill_(group.hidden[:, None, None], float("-inf"))
+    if group.path is None or group.path_hidden is None:
         mixed = scores.softmax(-1) @ values
     else:
         shared = scores.shape[-1]
-        ahead, ahead_values = (_widen(t[part.path]).permute(0, 3, 1, 2, 4) for t in (cache.k, cache.v))  # (S,Hkv,R,P,D)
+        ahead, ahead_values = (
+            _widen(t[group.path]).permute(0, 3, 1, 2, 4) for t in (cache.k, cache.v)
+        )  # (S,Hkv,R,P,D)
         along = torch.einsum("shgrd,shrpd->shgrp", grouped, ahead)
-        along.masked_fill_(part.path_hidden[:, None, None], float("-inf"))
+        along.masked_fill_(group.path_hidden[:, None, None], float("-inf"))
         weights = torch.cat([scores, along], -1).softmax(-1)
         mixed = weights[..., :shared] @ values + torch.einsum("shgrp,shrpd->shgrd", weights[..., shared:], ahead_values)
     return mixed.permute(0, 3, 1, 2, 4).reshape(shape)
@@ -134,3 +137,86 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 def _widen(x: Tensor) -> Tensor:
     return x.float() if _is_half(x.dtype) else x
+
+
+class SequenceGroup(NamedTuple):
+    """S sequences with R rows each."""
+
+    rows: Tensor  # (S, R) rows of the pass
+    slots: Tensor  # (S, T) of the keys that rows of a sequence share, padded
+    hidden: Tensor | None  # (S, R, T) shared keys that a row does not see; None: all are seen
+    path: Tensor | None  # (S, R, P) slots of a row's drafted ancestors; None where no row has any
+    path_hidden: Tensor | None  # (S, R, P)
+
+
+class PassReads:
+    """Tensors that the layers of a pass share: rotations, slots to write, and the keys that each row reads.
+
+    Sequences of equally many rows are a group: their keys are gathered once for all rows of a sequence, not per row.
+    """
+
+    def __init__(self, plan: PassPlan) -> None:
+        self.plan = plan
+        self.positions, self.sequence, self.prefix, self.reach = (  # (M,)
+            tensor.long() for tensor in (plan.positions, plan.sequence, plan.prefix, plan.reach)
+        )
+        writes = plan.slots >= 0
+        self.writing = None if bool(writes.all()) else writes  # (M,) bool
+        self.slots = (plan.slots if self.writing is None else plan.slots[writes]).long()
+        self._rotation: tuple[Tensor | None, Tensor, Tensor] | None = None
+        self._groups: dict[tuple[int | None, int, int], list[SequenceGroup]] = {}
+
+    def rotation(self, rope: RopeArgs) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rows' positions, (M, 1, D / 2)."""
+        if self._rotation is None or self._rotation[0] is not rope.cos:
+            at = self.positions
+            self._rotation = rope.cos, rope.cos[at][:, None], rope.sin[at][:, None]
+        return self._rotation[1], self._rotation[2]
+
+    def groups(self, window: int | None, heads: int, cache: LayerCache) -> list[SequenceGroup]:
+        """Return the groups for layers of this window, number of query heads and size of a key."""
+        key = window, heads, cache.k[0].numel()
+        if key not in self._groups:
+            self._groups[key] = list(self._divide(*key))
+        return self._groups[key]
+
+    def _divide(self, window: int | None, heads: int, key_size: int) -> Iterator[SequenceGroup]:
+        begin = torch.zeros_like(self.positions)
+        if window is not None:
+            begin = (self.positions - window + 1).clamp(min=0)
+        order = torch.argsort(self.sequence, stable=True)
+        counts = torch.unique_consecutive(self.sequence[order], return_counts=True)[1]
+        ends = counts.cumsum(0)
+        for count in counts.unique().tolist():
+            starts = (ends - counts)[counts == count]
+            rows = order[starts[:, None] + torch.arange(count, device=starts.device)]  # (S, R)
+            seen = max(int((self.reach[rows].amax(1) - begin[rows].amin(1)).max()), 1)
+            for together in torch.split(rows, max(1, LIMIT // (seen * max(key_size, count * heads)))):
+                for piece in torch.split(together, max(1, LIMIT // (seen * heads)), dim=1):
+                    yield self._group(piece, begin)
+
+    def _group(self, rows: Tensor, begin: Tensor) -> SequenceGroup:
+        plan = self.plan
+        prefix, reach, begin = self.prefix[rows], self.reach[rows], begin[rows]  # (S, R)
+        first, end = begin.amin(1, keepdim=True), prefix.amax(1, keepdim=True)  # (S, 1)
+        positions = first + torch.arange(max(int((end - first).max()), 0), device=rows.device)  # (S, T)
+        hidden = (positions[:, None] >= prefix[..., None]) | (positions[:, None] < begin[..., None])
+        owner, last = self.sequence[rows], self._last_keys(rows)
+        paged = slots_of(plan.block_tables, owner[:, :1], positions.minimum(end - 1).clamp(min=0), plan.block_size)
+        slots = torch.where(positions < end, paged, last[:, :1]).long()
+        path = path_hidden = None
+        if bool((reach > prefix).any()):
+            ahead = prefix[..., None] + torch.arange(plan.path.shape[1], device=rows.device)  # (S, R, P)
+            path = torch.where(ahead < reach[..., None], plan.path[rows], last[..., None]).long()
+            path_hidden = (ahead >= reach[..., None]) | (ahead < begin[..., None])
+        return SequenceGroup(rows, slots, hidden if bool(hidden.any()) else None, path, path_hidden)
+
+    def _last_keys(self, rows: Tensor) -> Tensor:
+        """Return the slot of the last key that each row sees (S, R), to pad with: unwritten slots may hold NaN."""
+        plan = self.plan
+        prefix, reach = self.prefix[rows], self.reach[rows]
+        paged: Tensor = slots_of(plan.block_tables, self.sequence[rows], (prefix - 1).clamp(min=0), plan.block_size)
+        if not plan.path.shape[1]:
+            return paged
+        own = plan.path[rows].gather(2, (reach - prefix - 1).clamp(min=0)[..., None].long())[..., 0]
+        return torch.where(reach > prefix, own, paged)

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.platform.launch import INTERPRETED
+
 BLOCK = 4096
 STEPS = (1, 16, 64)
 COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # of walk.DrawKind
 # Rows of a program. The interpreter's time grows with programs, a device's with rows.
-INTERPRETED = triton.knobs.runtime.interpret
 ROWS = 4096 if INTERPRETED else 1
 
 
