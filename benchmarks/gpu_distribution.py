@@ -127,7 +127,7 @@ def main() -> None:
     plain, drafting = engines(torch.device(args.device))
     (drafter,) = drafting.drafters.drafters
     assert isinstance(drafter, DraftModelDrafter)
-    assert args.device == "cpu" or drafter._picking, "rows that sample would be drafted by the host"
+    assert args.device == "cpu" or drafter._chain_samples, "rows that sample would be drafted by the host"
     found: dict[str, Any] = {}
     for asked in ASKED:
         alone, _ = answers(plain, args.answers, 128, asked)

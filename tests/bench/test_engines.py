@@ -93,7 +93,7 @@ def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(tiny: Path, monke
         drafter for engine in engines.values() for drafter in engine.drafters.drafters if drafter.name == "draft-model"
     ]
     assert len({id(drafter) for drafter in models}) == 3
-    assert len({id(drafter._model) for drafter in models}) == 1  # type: ignore[attr-defined]
+    assert len({id(drafter.model) for drafter in models}) == 1  # type: ignore[attr-defined]
     caches = sum(
         2 * layer.k.numel() * layer.k.element_size()
         for engine in engines.values()

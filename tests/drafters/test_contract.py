@@ -114,7 +114,7 @@ def test_greedy_output_is_the_plain_one(method, k):
     sequences, _ = check(method, requests, k=k, drafter=drafter)
     assert exercised(sequences.values())
     if method == AHEAD:
-        assert len(drafter._model.ahead) > 2, "drafts were begun behind steps under way"
+        assert len(drafter.model.ahead) > 2, "drafts were begun behind steps under way"
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -125,7 +125,7 @@ def test_a_seed_gives_the_plain_output(method, k):
     sequences, _ = check(method, requests, k=k, drafter=drafter)
     assert exercised(sequences.values())
     if method == AHEAD:
-        assert len(drafter._model.ahead) > 2, "drafts were begun behind steps under way"
+        assert len(drafter.model.ahead) > 2, "drafts were begun behind steps under way"
 
 
 WISHES = {
@@ -204,11 +204,11 @@ def test_unseeded_output_is_distributed_as_the_target(method, wish):
     """A false alarm once in a million times."""
     drafter = make_drafter(method, toy_config(3))
     if method == AHEAD:
-        drafter._model.most_rows = 100
+        drafter.model.most_rows = 100
     assert likelihood(drafter, SAMPLED[wish], ahead=method == AHEAD) > FALSE_ALARM
     if method == AHEAD:
-        assert drafter._model.sampled > 5
-        assert len(drafter._model.ahead) > 5
+        assert drafter.model.sampled > 5
+        assert len(drafter.model.ahead) > 5
 
 
 def likelihood(drafter, wish, *, k=2, min_node_probability=0.0, ahead=False):

@@ -11,7 +11,7 @@ from paceline.config import SpeculationConfig
 from paceline.core.rng import Lane, coin
 from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, DrafterContext
-from paceline.drafters.model.chain_sampler import ChainSampler, Drafted, SamplingGraphs
+from paceline.drafters.model.chain_sampler import ChainSampler, SampledChains, SamplingGraphs
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.policy.interface import DraftPlan
 from paceline.testing import toy_config
@@ -109,7 +109,7 @@ def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkey
 
 def test_drafts_that_are_sampled_may_be_cut_by_what_is_asked_for_next():
     """q goes with the rows and nodes that are left of it."""
-    drafted = Drafted(torch.arange(12).view(3, 4), torch.arange(12.0)[:, None].expand(12, 20), (0, 2))
+    drafted = SampledChains(torch.arange(12).view(3, 4), torch.arange(12.0)[:, None].expand(12, 20), (0, 2))
     draft = drafted.chains([2, 1, 0], [3, 2, 0])
     assert draft.tokens_on_device
     assert draft.tokens.tolist() == [[8, 9, 10], [4, 5, 6], [0, 1, 2]]

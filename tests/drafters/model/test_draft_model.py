@@ -12,7 +12,7 @@ from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.rng import Lane, coin
 from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, DrafterContext, DraftRequest
-from paceline.drafters.model import draft_model
+from paceline.drafters.model import by_passes
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy.interface import DraftPlan
@@ -142,7 +142,7 @@ def test_blocks_it_knows_behind_blocks_it_does_not_are_kept():
     write(drafter, sequence, range(8, 20))
     drafter.propose([DraftRequest(sequence, 3)])
     assert drafter.kv_range(sequence) == (0, 21)
-    assert drafter._model.rows_per_pass == [9, 1, 1]
+    assert drafter.model.rows_per_pass == [9, 1, 1]
 
 
 def test_a_pass_that_fails_midway_leaves_the_drafter_sound():
@@ -260,7 +260,7 @@ def test_every_coin_is_drawn_once_and_from_its_own_lane(monkeypatch):
         tossed.extend((lane, *each) for each in zip(*(word.tolist() for word in words), strict=True))
         return coin(lane, *words)
 
-    monkeypatch.setattr(draft_model, "propose", functools.partial(propose, source=noted))
+    monkeypatch.setattr(by_passes, "propose", functools.partial(propose, source=noted))
     engine = make_engine([DraftModelDrafter(FunctionModel(imitating))], k=3)
     sequences, _ = run(engine, [(0, str(i), prompt_of(i, 5), params(max_tokens=30, temperature=1.0)) for i in range(3)])
     assert {lane for lane, *_ in tossed} == {Lane.DRAFT}
@@ -431,7 +431,7 @@ def sequence_of(tokens, blocks, name="a", **wishes):
 
 
 def bound(drafter, num_blocks):
-    model = drafter._model
+    model = drafter.model
     cache = KVCache(
         drafter.kv_layers, num_blocks=num_blocks, block_size=4, dtype=model.cache_dtype, device=model.device
     )
@@ -446,5 +446,5 @@ def write(drafter, sequence, positions):
     """As another sequence with the same tokens would have left them."""
     for at in positions:
         slot = sequence.blocks[at // 4] * 4 + at % 4
-        for layer in drafter._caches:
+        for layer in drafter._by_passes._caches:
             layer.k[slot], layer.v[slot] = sequence.tokens[at], at

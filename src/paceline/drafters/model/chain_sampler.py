@@ -1,7 +1,7 @@
-"""How the rows of a chain draw their tokens on the device, pass by pass, and the drafts made of them.
+"""Sampling of a chain's tokens on the device, pass by pass, and the drafts made of them.
 
 Coins and noise are keyed by the length a row has when its draft begins. Behind a verdict that is not read yet only the
-device knows this length: the tokens before that step, those it accepts, and one more. Drawing takes dozens of small
+device knows this length: the tokens before that step, those it accepts, and one more. Sampling takes dozens of small
 kernels, so for few rows it is captured as a CUDA graph with inputs at fixed addresses; for more rows the kernels take
 longer than their launches.
 """
@@ -26,20 +26,20 @@ from paceline.verify import DrawKeys, FilterSet, Nodes, SamplingMetadata, Sampli
 from paceline.verify.metadata import KIND, SamplingMetadataBuilder
 
 log = logging.getLogger("paceline")
-MOST_ROWS = 16  # of a graph
-KINDS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})  # sampling parameters of the warm-up
+MOST_ROWS = 16  # rows of a graph
+WARMUP_PARAMS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """Chains whose tokens are on the device, all as deep as the deepest."""
+class SampledChains:
+    """Chains whose tokens are on the device, all of the deepest row's length."""
 
     tokens: Tensor  # (R, K)
     q: Tensor | None = None  # (K * R, V), depth by depth, where some rows draw by coins
-    coins: tuple[int, ...] = ()  # the indices of those rows
+    coins: tuple[int, ...] = ()  # indices of the rows that draw by coins
 
     def chains(self, rows: list[int], counts: list[int]) -> Draft:
-        """Drafts of some rows, each cut to its own length. A length must not depend on the tokens drawn."""
+        """Return drafts of some rows, each cut to its own length. A length must not depend on the tokens drawn."""
         width, tokens = max(counts), self.tokens
         if rows != list(range(len(tokens))):
             (index,) = packed_to(tokens.device, torch.tensor(rows))
@@ -56,7 +56,7 @@ class Drafted:
 
 
 class ChainSampler:
-    """Picks the tokens of one chain of up to `count` tokens, each row under its request's parameters; keeps q."""
+    """Sampler of one chain of up to `count` tokens, each row under its request's parameters; it stores q."""
 
     def __init__(
         self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, after: UnreadVerdict | None
@@ -69,8 +69,7 @@ class ChainSampler:
             self._draws = replace(self._draws, committed=committed)
         self._coins = tuple(np.flatnonzero(params.columns[KIND] == SamplingMode.COIN).tolist())
         self._seq = torch.arange(len(sequences), device=graphs.device)
-        kept = count if self._coins else 0
-        self._q = torch.empty(kept, len(sequences), graphs.vocab_size, device=graphs.device)
+        self._q = torch.empty(count if self._coins else 0, len(sequences), graphs.vocab_size, device=graphs.device)
         self._graph = None if params.edits else graphs.of(params.form, len(sequences))
         if self._graph is not None:
             self._graph.begin(self._metadata, self._draws)
@@ -82,17 +81,17 @@ class ChainSampler:
         return tokens
 
     def _propose(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """A logit that is not a number counts as 0, so q is finite without a check on the host."""
+        """Sample; a logit that is not a number counts as 0, so q is finite without a check on the host."""
         depths = torch.full_like(self._seq, depth)
         nodes = Nodes(seq=self._seq, node=depths - 1, depth=depths, path=depths.new_empty(len(depths), 0))
         return propose(logits.nan_to_num(), self._metadata, self._draws, nodes)
 
-    def drafted(self, tokens: Tensor) -> Drafted:
-        return Drafted(tokens, self._q.flatten(0, 1), self._coins) if self._coins else Drafted(tokens)
+    def drafted(self, tokens: Tensor) -> SampledChains:
+        return SampledChains(tokens, self._q.flatten(0, 1), self._coins) if self._coins else SampledChains(tokens)
 
 
 class SamplingGraphs:
-    """One graph for each form and rounded number of rows, captured on first use, normally during the warm-up."""
+    """A graph for each set of filters and rounded number of rows, captured on first use, normally in the warm-up."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.builder = SamplingMetadataBuilder(vocab_size, frozenset(), device)
@@ -102,7 +101,7 @@ class SamplingGraphs:
         self._recorder = GraphRecorder()
 
     def of(self, form: FilterSet, rows: int) -> SamplingGraph | None:
-        """None: too many rows, or nothing to draw."""
+        """Return the graph for this number of rows; None: too many rows, or nothing to draw."""
         if form is FilterSet.GREEDY or rows > MOST_ROWS:
             return None
         rows = 1 << (rows - 1).bit_length()
@@ -130,14 +129,17 @@ class SamplingGraph:
     def begin(self, metadata: SamplingMetadata, draws: DrawKeys) -> None:
         """Start drafts for these requests, at depth 0."""
         rows = len(draws.key)
-        shifted_kv = [(self._metadata, metadata, name) for name in ("temperature", "top_k", "top_p", "min_p")]
-        for mine, theirs, name in (*shifted_kv, *((self._draws, draws, name) for name in ("key", "committed", "kind"))):
-            if (into := getattr(mine, name)) is not None:
-                into[:rows] = getattr(theirs, name)
+        for own, requests, names in (
+            (self._metadata, metadata, ("temperature", "top_k", "top_p", "min_p")),
+            (self._draws, draws, ("key", "committed", "kind")),
+        ):
+            for name in names:
+                if (column := getattr(own, name)) is not None:
+                    column[:rows] = getattr(requests, name)
         self._depth.zero_()
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `propose`, one depth further with each call. The result is valid until the next call."""
+        """Return what `propose` would, one depth further with each call; valid until the next call."""
         rows = len(logits)
         torch.nan_to_num(logits, out=self._logits[:rows])
         if self._captured is not None:
@@ -152,13 +154,13 @@ class SamplingGraph:
     def _propose(self) -> tuple[Tensor, Tensor | None]:
         depth = self._depth.clone()
         nodes = Nodes(seq=self._every, node=depth - 1, depth=depth, path=depth.new_empty(len(depth), 0))
-        metadata = replace(self._metadata)  # a copy: controls cache host values on first read
+        metadata = replace(self._metadata)  # a copy: metadata cache host values on first read
         drawn = propose(self._logits, metadata, self._draws, nodes)
         self._depth += 1
         return drawn
 
     def _capture(self) -> None:
-        """The kernels have run once, so they are compiled and loaded. If capturing fails, they run one by one."""
+        """Capture kernels that have run once, so they are compiled and loaded; they run one by one where it fails."""
         self._captures = False
         try:
             self._captured = self._recorder.capture(self._propose)
@@ -168,8 +170,8 @@ class SamplingGraph:
 
 
 def warmup(graphs: SamplingGraphs) -> bool:
-    """Draw from made-up logits with every common kind of parameters, so that no request waits for compiling; False: it
-    failed, and rows that sample are drafted pass by pass."""
+    """Sample from arbitrary logits with every common set of parameters, so that no request waits for compiling; False:
+    it failed, and rows that sample are drafted pass by pass."""
     try:
         _warmup(graphs)
     except Exception as problem:  # drafting by passes with the host between them still works
@@ -194,14 +196,14 @@ def _warmup(graphs: SamplingGraphs) -> None:
             draw(kind, len(logits), SamplingGraphs(graphs.vocab_size, graphs.device))
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_for, KINDS))
-    for kind in KINDS:
+        list(pool.map(compile_for, WARMUP_PARAMS))
+    for kind in WARMUP_PARAMS:
         for power in range(MOST_ROWS.bit_length()):
             draw(kind, 1 << power, graphs)
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """No parameter of the request changes single logits: sampling is the same at every node of a draft."""
+    """Return whether no parameter of the request changes single logits: every node of a draft is sampled alike."""
     params = sequence.params
     edits = params.penalised or params.logit_bias or params.allowed_token_ids or sequence.bad_words
     return not (edits or sequence.num_output < params.min_tokens)
