@@ -8,7 +8,8 @@ from pathlib import Path
 from paceline.build import drafter_context
 from paceline.config import SpeculationConfig
 from paceline.drafters.methods import METHODS
-from paceline.drafters.model.draft_model import DraftModelDrafter, load_beside
+from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.model.vocabulary import load_beside
 from paceline.errors import DeviceError
 from paceline.models.load.loader import load_config
 from paceline.models.load.open_model import LoadedModel

@@ -189,7 +189,7 @@ class DraftModelDrafter:
         return Draft.merge([(ready, draft)], len(rows), self.model.config.vocab_size)
 
     def _count_drafted(self, sequence: Sequence, count: int) -> None:
-        """Note a chain whose tokens are on the device; the K/V of all but the last are computed where they had slots."""
+        """Note a chain whose tokens are on the device; the K/V of all but the last are computed where slots are."""
         state = self._states[sequence.key]
         slots = len(self._by_passes.blocks(sequence)) * self._block_size - len(sequence.tokens)
         state.valid, state.drafted = len(sequence.tokens), []
