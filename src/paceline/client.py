@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
-from paceline.engine.events import Answer, Delta, Ended, Event, Failed, Request
+from paceline.engine.events import Delta, Ended, Event, Failed, FinishedAnswer, Request
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
 from paceline.inputs import (
     CHAT_OPTIONS,
@@ -215,7 +215,7 @@ class AnswerReader:
             prompt_logprobs=None if of_prompt is None else [None, *of_prompt],
         )
 
-    def _completion(self, answer: Answer) -> CompletionOutput:
+    def _completion(self, answer: FinishedAnswer) -> CompletionOutput:
         tokens, entries = answer.tokens, answer.logprobs
         total = None if entries is None else sum(e[token][0] for token, e in zip(tokens, entries, strict=True))
         return CompletionOutput(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from paceline.build import EngineBundle, build, load
+from paceline.build import EngineBundle, LoadedTarget, build, load
 from paceline.client import Client, Job, ProgressBar, StreamedRequest
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
 from paceline.core.sequence import Sequence as Answer
@@ -38,11 +38,11 @@ from paceline.vllm_compat import ENGINE, refuse, renamed, split
 T = TypeVar("T")
 
 
-class _Open(NamedTuple):
-    """What `close` lets go of."""
+class _OpenModel(NamedTuple):
+    """Weights and engine, until `close` drops them."""
 
     loaded: LoadedModel
-    built: EngineBundle
+    bundle: EngineBundle
 
 
 class LLM:
@@ -96,21 +96,16 @@ class LLM:
         """
         started = time.perf_counter()
         theirs, older = split(theirs)
-        if older and speculative_config is not None:
-            raise InvalidParameter(next(iter(older)), "give it inside speculative_config")
-        speculation = SpeculationConfig(
+        speculation = _speculation(
+            older,
+            speculative_config,
             method=method,
-            k=None if isinstance(k, str) and k == AUTO else k,  # type: ignore[arg-type]  # any other text is refused there
-            draft_model=draft_model,  # type: ignore[arg-type]  # these three are tuples from here on
-            drafter=drafter,  # type: ignore[arg-type]
-            suffix_corpus=suffix_corpus,  # type: ignore[arg-type]
+            k=k,
+            draft_model=draft_model,
+            drafter=drafter,
+            suffix_corpus=suffix_corpus,
             suffix_store=suffix_store,
         )
-        if older or speculative_config is not None:
-            speculation = read_speculative_config(
-                older if speculative_config is None else speculative_config, speculation
-            )
-        check(speculation)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -122,15 +117,13 @@ class LLM:
         )
         kv_dtype = renamed(theirs, "kv_cache_dtype", kv_dtype, "auto")
         refuse(theirs, ENGINE, inspect.signature(LLM).parameters, "LLM")
-        model = path_or_name("model", model)
+        self.name = path_or_name("model", model)
         device = _word("device", str(device) if isinstance(device, torch.device) else device)
-        if seed is not None:
-            seed = whole_number("seed", seed, 0, SEED_LIMIT - 1)
+        seed = None if seed is None else whole_number("seed", seed, 0, SEED_LIMIT - 1)
         if truth("enforce_eager", enforce_eager) and choose_device(device).type != "cpu":
             raise InvalidParameter("enforce_eager", "passes are always captured on a GPU; leave it out")
-        self.name, self.method, self.speculation = model, speculation.method, speculation
         target = load(
-            model,
+            self.name,
             dtype=_dtype_name(dtype),
             device=device,
             threads=None if threads is None else whole_number("threads", threads, 1),
@@ -139,20 +132,26 @@ class LLM:
             tokenizer=None if tokenizer is None else path_or_name("tokenizer", tokenizer),
             progress=progress,
         )
+        self._open_engine(target, config, speculation, seed)
+        self.load_s = time.perf_counter() - started
+
+    def _open_engine(
+        self, target: LoadedTarget, config: EngineConfig, speculation: SpeculationConfig, seed: int | None
+    ) -> None:
         loaded, decoder = target.loaded, target.loaded.decoder
+        self.method, self.speculation = speculation.method, speculation
         self.note, self.tokenizer, self.config = target.note, loaded.tokenizer, loaded.config
         self.dtype_name = loaded.kind.label  # how the weights are stored
         self.activations = decoder.kernels.activations  # into products: float32, or int8 (another model's outputs)
         self.kv_dtype = loaded.kv_dtype  # auto: as the computation; or fp8 (another model's outputs)
         self.device_name, self.kernels_name = decoder.device.type, decoder.kernels.name
-        built = build(target, config, speculation)
-        self._open: _Open | None = _Open(loaded, built)
-        self.max_model_len = built.engine.max_model_len
-        self.thread = EngineThread(built.engine, at_end=built.close)
+        bundle = build(target, config, speculation)
+        self._open: _OpenModel | None = _OpenModel(loaded, bundle)
+        self.max_model_len = bundle.engine.max_model_len
+        self.thread = EngineThread(bundle.engine, at_end=bundle.close)
         self.client = Client(self.thread, self.tokenizer, loaded.generation_defaults, config.max_num_seqs, seed)
         # Runs when the LLM is garbage, and at exit at the latest.
         self._close = weakref.finalize(self, self.thread.close)
-        self.load_s = time.perf_counter() - started
 
     def close(self) -> None:
         """Stop the engine, store its learned state for the next run and free its memory: weights, cache and captured
@@ -178,12 +177,12 @@ class LLM:
     @property
     def expected_gain(self) -> float | None:
         """The gain over plain decoding that the last step's plan expected; None before the first plan."""
-        return self._opened.built.policy.expected_gain
+        return self._opened.bundle.policy.expected_gain
 
     @property
     def engine(self) -> Engine:
         """Owned by its thread: other threads only read it, or use `call`."""
-        return self._opened.built.engine
+        return self._opened.bundle.engine
 
     @property
     def loaded(self) -> LoadedModel:
@@ -191,10 +190,10 @@ class LLM:
         return self._opened.loaded
 
     @property
-    def _opened(self) -> _Open:
-        if (found := self._open) is None:
+    def _opened(self) -> _OpenModel:
+        if self._open is None:
             raise EngineClosed(CLOSED)
-        return found
+        return self._open
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `apply_chat_template`."""
@@ -255,6 +254,17 @@ class LLM:
             raise
         finally:
             job.close()
+
+
+def _speculation(older: dict[str, Any], config: SpeculativeConfig | None, k: Any, **options: Any) -> SpeculationConfig:
+    """Return the options, or vLLM's `speculative_config` in their place; `older`: its settings as flat arguments."""
+    if older and config is not None:
+        raise InvalidParameter(next(iter(older)), "give it inside speculative_config")
+    speculation = SpeculationConfig(k=None if isinstance(k, str) and k == AUTO else k, **options)
+    if older or config is not None:
+        speculation = read_speculative_config(older if config is None else config, speculation)
+    check(speculation)
+    return speculation
 
 
 def _dtype_name(dtype: Any) -> str:

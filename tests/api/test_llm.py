@@ -12,7 +12,7 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.client import StreamedRequest
-from paceline.engine.events import Answer, Delta, Ended
+from paceline.engine.events import Delta, Ended, FinishedAnswer
 from paceline.errors import DeviceError, InvalidParameter, InvalidPrompt
 from paceline.outputs import SpeculationStats
 from paceline.text.stop_strings import OutputText
@@ -103,7 +103,7 @@ def test_text_is_what_decoding_token_by_token_gives(smollm2, skip):
         tokens = [chance.choice(frequent) if chance.random() < 0.6 else chance.randrange(49152) for _ in range(25)]
         expected = eager(tokenizer, tokens, skip)
         request = StreamedRequest(smollm2.client, [1, 2], params)
-        answer = Answer(0, tokens, "", "length", None, None, SpeculationStats())
+        answer = FinishedAnswer(0, tokens, "", "length", None, None, SpeculationStats())
         ended = Ended("0", [answer], 1.0, 2.0, 0)
         pieces, at = [], 0
         while at < len(tokens):

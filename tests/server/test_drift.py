@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.engine.events import Answer, Ended
+from paceline.engine.events import Ended, FinishedAnswer
 from paceline.outputs import SpeculationStats
 from paceline.server.app import _on_drift
 from paceline.server.drift import DROP, LEARN, THRESHOLD, DriftMonitor, Watch
@@ -83,7 +83,7 @@ def test_an_alarm_is_counted_and_the_engine_is_told() -> None:
         metrics.submitted("r", 3, None)
         stats = SpeculationStats(num_drafts=10, drafts_by_method={"suffix": 10}, hits_by_method={"suffix": hits})
         now = time.perf_counter()
-        metrics.observe(Ended("r", [Answer(0, [1], "", "stop", None, None, stats)], now, now, 0))
+        metrics.observe(Ended("r", [FinishedAnswer(0, [1], "", "stop", None, None, stats)], now, now, 0))
 
     for _ in range(LEARN // 10):
         answer(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 
-from paceline.engine.events import Answer, Delta, Ended, Failed
+from paceline.engine.events import Delta, Ended, Failed, FinishedAnswer
 from paceline.errors import RequestFailed
 from paceline.outputs import SpeculationStats
 from paceline.server.metrics import Metrics
@@ -31,7 +31,8 @@ def ended(*counts: tuple[int, int]) -> Ended:
     """By answer: tokens and passes."""
     stats = [SpeculationStats(num_target_passes=passes, num_committed_tokens=tokens) for tokens, passes in counts]
     answers = [
-        Answer(at, [7] * each.num_committed_tokens, "", "stop", None, None, each) for at, each in enumerate(stats)
+        FinishedAnswer(at, [7] * each.num_committed_tokens, "", "stop", None, None, each)
+        for at, each in enumerate(stats)
     ]
     now = time.perf_counter()
     return Ended("r", answers, now, now, 0)

@@ -76,7 +76,7 @@ class Delta(NamedTuple):
     draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
 
 
-class Answer(NamedTuple):
+class FinishedAnswer(NamedTuple):
     number: int  # which of the request's n
     tokens: list[int]
     text: str  # of requests with stop strings; else empty
@@ -88,7 +88,7 @@ class Answer(NamedTuple):
 
 class Ended(NamedTuple):
     request_id: str
-    answers: list[Answer]
+    answers: list[FinishedAnswer]
     first_token_time: float  # time.perf_counter, which all processes of a machine share
     finished_time: float
     num_cached: int  # prompt tokens found in the prefix cache

@@ -23,7 +23,6 @@ from paceline.engine.batch import StepResult
 from paceline.engine.engine import Engine
 from paceline.engine.events import (
     Accepted,
-    Answer,
     Call,
     Cancel,
     Close,
@@ -32,6 +31,7 @@ from paceline.engine.events import (
     Ended,
     Event,
     Failed,
+    FinishedAnswer,
     Request,
     Submit,
 )
@@ -261,8 +261,8 @@ def _ended(request: _OpenRequest, first_token_time: float, finished_time: float)
     )
 
 
-def _answer(sequence: Sequence) -> Answer:
-    return Answer(
+def _answer(sequence: Sequence) -> FinishedAnswer:
+    return FinishedAnswer(
         sequence.index,
         sequence.output_tokens,
         sequence.text,

@@ -27,6 +27,7 @@ from paceline.errors import (
     PacelineError,
     RequestFailed,
 )
+from paceline.outputs import RequestOutput
 from paceline.server.api import chat, completions, responses
 from paceline.server.api.generation import Generation
 from paceline.server.api.protocol import (
@@ -78,7 +79,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    _add_routes(app, state)
+    _add_pages(app, state)
+    _add_model_routes(app, state)
+    _add_answers(app, state)
     app.add_middleware(
         RequestGuard,
         api_keys=settings.api_keys,
@@ -94,7 +97,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, state: AppState) -> None:
+def _add_pages(app: FastAPI, state: AppState) -> None:
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.get("/", include_in_schema=False)
@@ -115,6 +118,8 @@ def _add_routes(app: FastAPI, state: AppState) -> None:
         body = state.metrics.render(up=state.client.down is None)
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+
+def _add_model_routes(app: FastAPI, state: AppState) -> None:
     def model() -> dict[str, Any]:
         info = state.client.info
         return {
@@ -165,6 +170,8 @@ def _add_routes(app: FastAPI, state: AppState) -> None:
         log.info("new requests are drafted for by %s, after %s s", body.drafter, seconds)
         return _json({"drafter": body.drafter, "methods": state.client.info["methods"], "seconds": seconds})
 
+
+def _add_answers(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/completions")
     async def completions_route(body: CompletionRequest, request: Request) -> Response:
         state.check_model(body.model)
@@ -194,10 +201,7 @@ def _add_routes(app: FastAPI, state: AppState) -> None:
             generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
             if streamed:
                 return EventStream(chat.chunks(generation, body, state.name), [generation])
-            try:
-                output = await _unless_gone(request, generation.whole())
-            finally:
-                generation.cancel()
+            output = await _whole(request, generation)
             return _json(chat.completion(generation, output, body, state.name))
 
     @app.post("/v1/responses")
@@ -210,10 +214,7 @@ def _add_routes(app: FastAPI, state: AppState) -> None:
         generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
         if streamed:
             return EventStream(responses.events(generation, body, state.name), [generation], named=True)
-        try:
-            output = await _unless_gone(request, generation.whole())
-        finally:
-            generation.cancel()
+        output = await _whole(request, generation)
         return _json(responses.response(generation, output, body, state.name))
 
 
@@ -234,6 +235,13 @@ def _is_local(request: Request) -> bool:
         return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
     except ValueError:
         return False
+
+
+async def _whole(request: Request, generation: Generation) -> RequestOutput:
+    try:
+        return await _unless_gone(request, generation.whole())
+    finally:
+        generation.cancel()
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -18,7 +18,7 @@ log = logging.getLogger("paceline.server")
 LAST_S = 5  # after the grace period, for the last answers to be sent
 
 
-class Server(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """Requests that are open when the grace period ends are told so: uvicorn would cut their connections."""
 
     def __init__(self, config: uvicorn.Config, state: AppState) -> None:
@@ -68,5 +68,5 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     log.info("%s (%s, %s, %s) at %s", state.name, info["device"], info["dtype"], info["kernels"], where)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # uvicorn sends the signal again once it has stopped
-    await Server(config, state).serve(sockets=[listener])
+    await GracefulServer(config, state).serve(sockets=[listener])
     return 0

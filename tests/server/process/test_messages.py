@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.engine.events import Accepted, Answer, Call, Cancel, Delta, Ended, Failed, Request, Submit
+from paceline.engine.events import Accepted, Call, Cancel, Delta, Ended, Failed, FinishedAnswer, Request, Submit
 from paceline.errors import EngineDied, InvalidParameter, PacelineError, QueueFull
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ def test_commands_of_one_message_keep_their_order() -> None:
 
 
 def test_events_of_one_message_keep_their_order() -> None:
-    answer = Answer(1, [7], "text", "stop", "end", LOGPROBS, STATS)  # type: ignore[arg-type]
+    answer = FinishedAnswer(1, [7], "text", "stop", "end", LOGPROBS, STATS)  # type: ignore[arg-type]
     events = [
         Accepted("r"),
         Delta("r", 1, [7], [0], "text", None, LOGPROBS, ["suffix", 4, 3]),  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # that begins or ends a string of JSO
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedCall:
     name: str
     arguments: str  # JSON, as the model wrote it
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
@@ -42,9 +42,9 @@ class ToolParser:
         self._searched = 0  # of what is held back: no closing tag before it
         self._shown = False  # some text was handed out: a bare JSON object is no call any more
         self._after_call = False  # white space before another call, or at the end, belongs to no text
-        self.calls: list[Call] = []
+        self.calls: list[ParsedCall] = []
 
-    def push(self, piece: str) -> tuple[str, list[Call]]:
+    def push(self, piece: str) -> tuple[str, list[ParsedCall]]:
         """Text that is certainly no call, and calls that are complete."""
         self._held += piece
         text, calls = "", []
@@ -67,7 +67,7 @@ class ToolParser:
         self.calls += calls
         return text, calls
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[ParsedCall]]:
         """The answer is over: what is held back is a bare call, or text."""
         body, self._held = self._held, ""
         call = None if self._shown or self.calls else read_call(body.strip().removeprefix(PYTHON_TAG))
@@ -132,7 +132,7 @@ def forced_calls(functions: Mapping[str, Mapping[str, Any]], style: Style, *, si
     return {"type": "structural_tag", "format": {**calls, "stop_after_first": single or style == "llama"}}
 
 
-def read_call(text: str) -> Call | None:
+def read_call(text: str) -> ParsedCall | None:
     """A call, if the text is one JSON object with a name and arguments."""
     text = text.strip()
     try:
@@ -143,9 +143,9 @@ def read_call(text: str) -> Call | None:
         return None
     key = next((key for key in ("arguments", "parameters") if key in value), None)
     if key is None:
-        return Call(value["name"], "{}")
+        return ParsedCall(value["name"], "{}")
     arguments = value[key]
-    return Call(value["name"], arguments if isinstance(arguments, str) else _source(text, key, arguments))
+    return ParsedCall(value["name"], arguments if isinstance(arguments, str) else _source(text, key, arguments))
 
 
 def _source(text: str, key: str, value: Any) -> str:

@@ -178,7 +178,8 @@ class EngineClient:
         process.close()
 
     async def _relaunch(self, reason: str) -> None:
-        while self._may_restart():
+        self._count_failure()
+        while self._may_restart:
             try:
                 await self._launch(self.settings)
                 log.warning("the engine serves again")
@@ -186,17 +187,20 @@ class EngineClient:
             except EngineDied as error:  # its process was killed while it loaded the model
                 reason = str(error)
                 log.error("%s", reason)
+                self._count_failure()
             except PacelineError as error:
                 self._give_up(f"{reason}, and could not be started again: {error}")
                 return
         self._give_up(f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again")
 
-    def _may_restart(self) -> bool:
-        """Counts one more failure."""
+    def _count_failure(self) -> None:
         now = time.monotonic()
         self._failures.append(now)
         while now - self._failures[0] > RESTART_WINDOW_S:
             self._failures.popleft()
+
+    @property
+    def _may_restart(self) -> bool:
         return len(self._failures) <= RESTARTS
 
     def _give_up(self, reason: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from paceline import errors
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.engine.events import Accepted, Answer, Cancel, Delta, Ended, Event, Failed, Request, Submit
+from paceline.engine.events import Accepted, Cancel, Delta, Ended, Event, Failed, FinishedAnswer, Request, Submit
 from paceline.errors import InvalidParameter, PacelineError, RequestFailed
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -129,9 +129,9 @@ def _ended(request_id: str, answers: list[list[Any]], *fields: Any) -> Ended:
     return Ended(request_id, [_answer(*each) for each in answers], *fields)
 
 
-def _answer(*fields: Any) -> Answer:
+def _answer(*fields: Any) -> FinishedAnswer:
     *others, stats = fields
-    return Answer._make([*others, SpeculationStats(**stats)])
+    return FinishedAnswer._make([*others, SpeculationStats(**stats)])
 
 
 def _failed(request_id: str, kind: str, message: str, field: str | None) -> Failed:
