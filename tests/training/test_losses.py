@@ -31,7 +31,6 @@ def test_loss_and_gradients_equal_autograds_for_any_chunk_size(markov):
         options = LossOptions(ce=0.3, tv=0.7, temperature=0.7)
         found = draft_loss(hidden, head, target, weight, options, previous=previous, w2=w2, rows=rows)
         torch.testing.assert_close(found.loss.double(), expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found.tv.double(), tv.detach(), atol=1e-5, rtol=1e-5)
         assert torch.equal(found.hit, z.argmax(-1) == (target @ head.T).argmax(-1))
         for one, other in zip(torch.autograd.grad(2 * found.loss, leaves), wanted, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

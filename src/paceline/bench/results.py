@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.config import NONE
 from paceline.errors import InvalidParameter
+from paceline.files.folders import replace_text
 from paceline.platform import cpu as machine
 
 ALL = "all"  # the workload that is every workload together
@@ -109,7 +110,7 @@ class Results:
             raise InvalidParameter("results", f"not what paceline bench writes ({error})") from error
 
     def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        replace_text(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -120,13 +121,6 @@ class Results:
         except ValueError as error:
             raise InvalidParameter("results", f"{path} is not JSON: {error}") from error
         return cls.from_json(found)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Written beside and renamed into place: an interruption leaves the old file or the new one."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 def machine_facts() -> dict[str, Any]:

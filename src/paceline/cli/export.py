@@ -9,7 +9,7 @@ import typer
 
 from paceline.cli.flags import Json
 from paceline.cli.output import print_json
-from paceline.training.names import FORMATS
+from paceline.training.registry import FORMATS
 
 
 def export(

@@ -11,7 +11,7 @@ import typer
 from paceline.cli.flags import Json, flag, with_options
 from paceline.cli.output import print_json, print_note
 from paceline.errors import InvalidParameter
-from paceline.training.names import TRAINABLE
+from paceline.training.registry import TRAINEES
 
 DEFAULT_MINUTES = 10.0  # of training, where neither minutes nor steps are given
 LOOP_FLAGS = ("rows", "steps", "stop_minutes", "lr", "warmup", "optimizer", "seed")  # fields of LoopConfig
@@ -29,7 +29,7 @@ RUN_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFlags:
-    method: Annotated[str, typer.Argument(help=f"What to train: {', '.join(TRAINABLE)}.", metavar="METHOD")]
+    method: Annotated[str, typer.Argument(help=f"What to train: {', '.join(TRAINEES)}.", metavar="METHOD")]
     target: Annotated[str, flag("--target", "-t", help="The model that the drafter is for.", metavar="MODEL")]
     out: Annotated[str, flag("--out", "-o", help="Folder for the drafter.", metavar="DIR")]
     data: Annotated[
@@ -78,8 +78,8 @@ class TrainFlags:
     json: Json = False
 
     def check(self) -> None:
-        if self.method not in TRAINABLE:
-            raise InvalidParameter("method", f"{self.method!r} cannot be trained; choose one of {', '.join(TRAINABLE)}")
+        if self.method not in TRAINEES:
+            raise InvalidParameter("method", f"{self.method!r} cannot be trained; choose one of {', '.join(TRAINEES)}")
         if self.minutes is not None and self.steps is not None:
             raise InvalidParameter("steps", "give either steps or minutes")
         if not self.out.strip():

@@ -102,6 +102,11 @@ def replace_file(path: Path) -> Iterator[Path]:
         staging.unlink(missing_ok=True)
 
 
+def replace_text(path: Path, text: str) -> None:
+    with replace_file(path) as staging:
+        staging.write_text(text, encoding="utf-8")
+
+
 def _remove_leftovers(parent: Path) -> None:
     for marker in parent.glob(f"{PREFIX}*/{MARKER}"):
         with contextlib.suppress(OSError), marker.open("r+") as file:

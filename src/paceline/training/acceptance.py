@@ -7,10 +7,12 @@ beyond the one that gives the taps. The pass over the prompt counts, as in the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +20,14 @@ from torch import Tensor
 
 from paceline.drafters.block.config import W2
 from paceline.drafters.block.tree import BEAM, CANDIDATES, Nodes, grow, lattice
+from paceline.drafters.methods import METHODS
+from paceline.errors import PacelineError
+from paceline.llm import LLM
+from paceline.outputs import SpeculationStats
+from paceline.sampling_params import SamplingParams
 from paceline.training.data.filters import repeats
-from paceline.training.trainees.dspark import DSparkTrainee, block_layer, context_kv, layer_parameters, markov_features
-from paceline.training.trainees.target import additive, rms_norm
+from paceline.training.trainees.dspark import DSparkTrainee, context_kv, markov_features
+from paceline.training.trainees.target import additive, decoder_layer, layer_weights, rms_norm
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def _walk(
     positions = at.expand(len(answers), -1)
     hidden = target(tokens[:, :longest], segments, positions, config.taps, compiled=False)
     context = model.context(parameters, hidden.taps, compiled=False)
-    weights = [layer_parameters(parameters, index) for index in range(config.body.num_layers)]
+    weights = [layer_weights(parameters.get, f"layers.{index}") for index in range(config.body.num_layers)]
     rotary = target.rotary(positions)
     cached = [context_kv(context, rotary, one, model.eps) for one in weights]
 
@@ -106,7 +113,7 @@ def _walk(
         seen = torch.cat((at < place[:, None], torch.ones(len(x), size, dtype=torch.bool, device=device)), 1)
         mask = additive(seen[:, None, None].expand(-1, 1, size, -1), model.dtype)
         for (k, v), one in zip(cached, weights, strict=True):
-            x = block_layer(x, k, v, at_block, mask, one, model.eps, model.dtype)
+            x = decoder_layer(x, at_block, mask, one, model.eps, model.dtype, keys=(k,), values=(v,))[0]
         states = rms_norm(x, parameters["norm.weight"], model.eps).to(model.dtype)
         tree = _tree(trainee, parameters, states, tokens.gather(1, place[:, None])[:, 0], nodes, chain)
         actual = tokens.gather(1, place[:, None] + ahead)
@@ -144,3 +151,51 @@ def accepted_path(tree: Nodes, actual: Tensor, depth: int) -> Tensor:
         node = match.long().argmax(1)
         reached.append(alive)
     return torch.stack(reached, 1)
+
+
+def engine_tau(
+    target: str,
+    drafter: Path,
+    method: str,
+    prompts: SequenceOf[SequenceOf[int]],
+    *,
+    nodes: int,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Over a few answers with drafts of `nodes` tokens each."""
+    stats = SpeculationStats()
+    params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens)
+    settings: dict[str, Any] = {"device": device, "method": method, "k": nodes}
+    (need,) = METHODS[method].needs  # a drafter's folder or a model's
+    settings[need] = str(drafter)
+    with LLM(target, max_num_seqs=8, gpu_memory_fraction=0.3, **settings) as llm:
+        for output in llm.generate([list(prompt) for prompt in prompts], params):
+            stats.merge(output.outputs[0].speculation)
+    reached = [stats.num_drafts, *stats.accepted_per_position]
+    depths = [round(after / before, 3) if before else 0.0 for before, after in pairwise(reached)]
+    return {"tau": stats.mean_acceptance_length, "by depth": depths}
+
+
+def by_engine(
+    target: str,
+    out: Path,
+    method: str,
+    prompts: SequenceOf[SequenceOf[int]],
+    *,
+    nodes: int,
+    device: str,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return τ as the engine counts it, greedy and sampled. A drafter that the engine cannot run is reported."""
+    figures: dict[str, Any] = {}
+    try:
+        for temperature in (0.0, 0.7) if prompts else ():
+            measured = engine_tau(target, out, method, prompts, nodes=nodes, temperature=temperature, device=device)
+            figures[f"τ of the engine, {nodes} nodes, T {temperature:g}"] = measured["tau"]
+            figures[f"accepted by depth, T {temperature:g}"] = measured["by depth"]
+            report(f"{out}: τ {measured['tau']:.2f} at T {temperature:g}, by depth {measured['by depth']}")
+    except PacelineError as error:
+        report(f"the engine could not measure {out}: {error}")
+    return figures

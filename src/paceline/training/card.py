@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
-from paceline.training.data.store import disk_error, write_whole
+from paceline.training.data.store import unwritable, write_text
 
 
 def write_card(
@@ -40,12 +40,12 @@ def write_card(
         "## Cost",
         *_list(cost),
     ]
-    write_whole(folder / "README.md", "\n".join(lines) + "\n")
+    write_text(folder / "README.md", "\n".join(lines) + "\n")
 
 
 def write_curve(folder: Path, curve: SequenceOf[Mapping[str, Any]], title: str) -> None:
     """The PNG only where matplotlib is installed."""
-    write_whole(folder / "curve.json", json.dumps(list(curve)) + "\n")
+    write_text(folder / "curve.json", json.dumps(list(curve)) + "\n")
     try:
         import matplotlib
     except ImportError:
@@ -66,9 +66,8 @@ def write_curve(folder: Path, curve: SequenceOf[Mapping[str, Any]], title: str) 
     right.legend(fontsize=8)
     figure.tight_layout()
     try:
-        figure.savefig(folder / "curve.png", dpi=110)
-    except OSError as error:
-        raise disk_error(folder, error) from error
+        with unwritable(folder):
+            figure.savefig(folder / "curve.png", dpi=110)
     finally:
         plt.close(figure)
 

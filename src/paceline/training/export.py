@@ -17,8 +17,8 @@ from paceline.drafters.methods import METHODS, methods_of
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.load.hub import resolve
 from paceline.models.load.loader import load_config, load_weights
-from paceline.training.names import FORMATS
 from paceline.training.output_folder import occupied
+from paceline.training.registry import FORMATS
 
 
 def target_of(name: str) -> ExportTarget:

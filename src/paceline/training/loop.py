@@ -26,15 +26,13 @@ from torch import Tensor
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.training.data.batch import DeviceRows
 from paceline.training.data.rows import RowSampler
-from paceline.training.data.store import disk_error
-from paceline.training.output_folder import STATE
-from paceline.training.state import check_settings, damaged, read_state
+from paceline.training.output_folder import STATE, check_settings, damaged, read_state, write_state
+from paceline.training.registry import Measure
 from paceline.training.trainee import StepLoss, Trainee
 from paceline.training.trainees.target import FrozenTarget
 
 SEEDS = 1 << 32  # a draw is keyed by 64 bits, half of them the step
 CLOCK_STEPS = 8  # steps between two looks at the clock
-Measure = Callable[[Mapping[str, Tensor]], dict[str, Any]]  # weights -> figures for the curve
 Report = Callable[[str], None]
 
 
@@ -69,7 +67,7 @@ class LoopConfig:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     step: int = 0
     elapsed_s: float = 0.0  # in steps, over all runs
     curve: list[dict[str, Any]] = field(default_factory=list)
@@ -85,6 +83,22 @@ class Processes:
     @staticmethod
     def current() -> Processes:
         return Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Processes()
+
+    @staticmethod
+    def join(device: torch.device) -> torch.device:
+        """Join the other processes of torchrun; return this one's device, a GPU each."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return device
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def wait_for_all(self) -> None:
+        if self.world > 1:
+            dist.barrier()
 
     def summed(self, value: Tensor) -> Tensor:
         if self.world > 1:
@@ -137,13 +151,13 @@ class Loop:
         self.weights = [trainee.parameters[name] for name in self.names]
         self.ema = [weight.detach().clone() for weight in self.weights]
         self.optimizers = make_optimizers(trainee.parameters, config)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self._sums: list[Tensor] | None = None
         self._since = (time.perf_counter(), 0)
 
     # -- the run
 
-    def run(self) -> Progress:
+    def run(self) -> TrainingProgress:
         config, progress = self.config, self.progress
         began = time.perf_counter()
         before = progress.elapsed_s
@@ -172,6 +186,21 @@ class Loop:
                     saved = now
                     self.save()
         return progress
+
+    def forecast(self) -> None:
+        """Report how long the steps will take on a CPU, from a first one that is not kept."""
+        steps = self.config.steps
+        if self.target.device.type != "cpu" or steps is None or self.processes.world > 1:
+            return
+        which = torch.arange(self.config.rows) % len(self.rows.tokens)
+        began = time.perf_counter()
+        batch = self.rows.batch(which, self.target, self.trainee.taps, (0, 0))
+        self.trainee.loss(batch).loss.backward()  # type: ignore[no-untyped-call]
+        for weight in self.weights:
+            weight.grad = None
+        hours = (time.perf_counter() - began) * (steps - self.progress.step) / 3600
+        if hours > 0.1:
+            self.report(f"on this CPU {steps} steps take about {hours:.1f} hours; a GPU is far faster")
 
     def step(self, lr: float) -> StepLoss:
         config, progress = self.config, self.progress
@@ -286,20 +315,7 @@ class Loop:
             "config": asdict(self.config),
             "settings": self.settings,
         }
-        part = self.folder / f"{STATE}.part"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.folder / STATE)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise disk_error(self.folder, error) from error
-        except RuntimeError as error:  # torch's own writer names a full disk so
-            part.unlink(missing_ok=True)
-            raise disk_error(self.folder, OSError(str(error).partition("\n")[0])) from error
+        write_state(self.folder / STATE, state)
 
     def resume(self, state: Mapping[str, Any] | None = None) -> None:
         """Continue from the folder's state, which may have been read before."""
@@ -324,7 +340,7 @@ class Loop:
         for optimizer, found in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(found)
         self.sampler.restore(state["sampler"])
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         self._since = time.perf_counter(), self.progress.step
 
 

@@ -1,34 +1,49 @@
-"""The table of trainees: from a method's name to something the loop can train and measure."""
+"""What can be trained and exported, by the names of the command line. Torch is imported when a trainee is built.
+
+A new trainee is one file in trainees/ with a function `build`, and an entry in TRAINEES. Its options (--set) are the
+fields of a dataclass; `between` gives a field the range that is checked before anything is trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import Field, dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
+from paceline.drafters.methods import DFLASH, DRAFT_MODEL, DSPARK, EAGLE, EAGLE3, MEDUSA, SPECULATORS
 from paceline.errors import InvalidParameter
-from paceline.training.export import method_of
-from paceline.training.loop import Measure
-from paceline.training.names import DRAFT
-from paceline.training.options import options_of
-from paceline.training.trainee import Trainee
-from paceline.training.trainees.target import FrozenTarget
 
-Answers = SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.training.trainee import Trainee
+    from paceline.training.trainees.target import FrozenTarget
+
+DRAFT = "draft"  # a model of its own, for the method of draft models
+FORMATS = {  # formats of export, and the methods that each has a place for
+    EAGLE3: (EAGLE3,),
+    SPECULATORS: (EAGLE3, DSPARK, DFLASH),
+    MEDUSA: (MEDUSA,),
+    DSPARK: (DSPARK, DFLASH),
+}
+MOST_WEIGHT = 1000.0  # of a loss
+MOST_TOKENS = 1 << 31  # of a vocabulary
+
+Answers = SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]]  # prompts and answers
+Measure = Callable[[Mapping[str, "Tensor"]], dict[str, Any]]  # weights -> figures for the curve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a trainee is made from."""
+class TraineeContext:
+    """What a trainee is built from."""
 
     target: FrozenTarget
     name: str  # of the target, for the checkpoint
-    sizes: Mapping[str, Any]  # fields of the method's options
+    sizes: Mapping[str, Any]  # fields of the method's options that differ from their defaults
     vocabulary: Callable[[int], Tensor]  # size -> the draft tokens, ascending
     init_from: Path | None
     seed: int
@@ -37,88 +52,72 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Made:
+class BuiltTrainee:
     trainee: Trainee
-    recipe: Mapping[str, Any]
-    measure: Measure | None  # while training, where that is cheap
+    recipe: Mapping[str, Any]  # its options, for the card
+    measure: Measure | None  # τ while training, where that is cheap
     nodes: int  # of a draft when the engine measures the result
 
 
-def trainee_of(method: str, plan: Plan) -> Made:
+def _built_by(module: str, **fixed: Any) -> Callable[[TraineeContext], BuiltTrainee]:
+    """Return a call of a trainee's `build`; `fixed` are arguments of it."""
+
+    def build(context: TraineeContext) -> BuiltTrainee:
+        built: BuiltTrainee = import_module(f"paceline.training.trainees.{module}").build(context, **fixed)
+        return built
+
+    return build
+
+
+TRAINEES: Mapping[str, Callable[[TraineeContext], BuiltTrainee]] = {
+    DSPARK: _built_by("dspark"),
+    DFLASH: _built_by("dspark", rank=0),
+    EAGLE3: _built_by("eagle", fused=True),
+    EAGLE: _built_by("eagle", fused=False),
+    MEDUSA: _built_by("medusa"),
+    DRAFT: _built_by("draft_model"),
+}
+
+
+def build_trainee(method: str, context: TraineeContext) -> BuiltTrainee:
     if method not in TRAINEES:
         raise InvalidParameter("method", f"{method!r} cannot be trained; choose one of {', '.join(TRAINEES)}")
-    if plan.init_from is not None and method != DRAFT and (found := method_of(plan.init_from)) != method:
-        raise InvalidParameter("init_from", f"{plan.init_from} holds a drafter of method {found}; train that one")
-    return TRAINEES[method](plan)
+    if context.init_from is not None and method != DRAFT:
+        from paceline.training.export import method_of
+
+        stored = method_of(context.init_from)
+        if stored != method:
+            raise InvalidParameter("init_from", f"{context.init_from} holds a drafter of method {stored}; train that")
+    return TRAINEES[method](context)
 
 
-def _dspark(plan: Plan, **fixed: int) -> Made:
-    from paceline.training.acceptance import by_depth, tau, walk
-    from paceline.training.trainees.dspark import DSparkOptions, DSparkTrainee
-
-    options = options_of(DSparkOptions, plan.sizes, fixed)
-    if plan.init_from is not None:
-        trainee = DSparkTrainee.from_folder(
-            plan.init_from, plan.target, options, compiled=plan.compiled, name=plan.name
-        )
-    else:
-        vocabulary = plan.vocabulary(options.draft_vocab)
-        trainee = DSparkTrainee(
-            plan.target, options, vocabulary, seed=plan.seed, name=plan.name, compiled=plan.compiled
-        )
-
-    def measure(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        chain = walk(trainee, plan.answers, options.block - 1, chain=True, parameters=parameters)
-        tree = walk(trainee, plan.answers, 60, parameters=parameters)
-        return {
-            f"τ chain {options.block - 1}": tau(chain),
-            "τ tree 60": tau(tree),
-            "by depth": [round(one, 3) for one in by_depth(chain)],
-        }
-
-    return Made(trainee, asdict(trainee.options), measure if plan.answers else None, 60)
+def drafting_method(trained: str) -> str:
+    """Return the engine's method that uses what was trained."""
+    return DRAFT_MODEL if trained == DRAFT else trained
 
 
-def _eagle(plan: Plan, *, fused: bool) -> Made:
-    from paceline.training.trainees.eagle import EagleOptions, EagleTrainee
-
-    plain = {} if fused else {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0}
-    whole = {} if fused else {"draft_vocab": plan.target.config.vocab_size}
-    options = options_of(EagleOptions, {**plain, **plan.sizes}, whole)
-    trainee = EagleTrainee(
-        plan.target,
-        options,
-        plan.vocabulary(options.draft_vocab),
-        fused=fused,
-        seed=plan.seed,
-        name=plan.name,
-        compiled=plan.compiled,
-        init_from=plan.init_from,
-    )
-    return Made(trainee, asdict(options), None, 60 if fused else 30)
+def between(least: float, most: float, default: float) -> Any:
+    """Return a field that takes numbers of the default's type from `least` to `most`."""
+    return field(default=default, metadata={"least": least, "most": most})
 
 
-def _medusa(plan: Plan) -> Made:
-    from paceline.training.trainees.medusa import MedusaOptions, MedusaTrainee
-
-    options = options_of(MedusaOptions, plan.sizes)
-    trainee = MedusaTrainee(plan.target, options, name=plan.name, compiled=plan.compiled, init_from=plan.init_from)
-    return Made(trainee, asdict(trainee.options), None, 30)
-
-
-def _draft(plan: Plan) -> Made:
-    from paceline.training.trainees.draft_model import DraftOptions, DraftTrainee
-
-    options = options_of(DraftOptions, plan.sizes)
-    trainee = DraftTrainee(plan.target, options, compiled=plan.compiled, init_from=plan.init_from)
-    return Made(trainee, asdict(trainee.options), None, 5)
+def options_of(kind: Any, sizes: Mapping[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return options of this kind; `fixed` are fields that the method does not leave open."""
+    known = {option.name: option for option in fields(kind) if option.name not in fixed}
+    for name, value in sizes.items():
+        if name not in known:
+            raise InvalidParameter(name, f"means nothing to this method; it has {', '.join(sorted(known))}")
+        _check(known[name], value)
+    return kind(**sizes, **fixed)
 
 
-TRAINEES: Mapping[str, Callable[[Plan], Made]] = {
-    DSPARK: _dspark,
-    DFLASH: lambda plan: _dspark(plan, rank=0),
-    EAGLE3: lambda plan: _eagle(plan, fused=True),
-    EAGLE: lambda plan: _eagle(plan, fused=False),
-    MEDUSA: _medusa,
-    DRAFT: _draft,
-}
+def _check(option: Field[Any], value: Any) -> None:
+    if type(option.default) is bool:
+        if type(value) is not bool:
+            raise InvalidParameter(option.name, f"must be true or false, got {value!r}")
+        return
+    whole, (least, most) = type(option.default) is int, (option.metadata[end] for end in ("least", "most"))
+    numbers = (int,) if whole else (int, float)
+    if type(value) not in numbers or not least <= value <= most:
+        kind = "whole number" if whole else "number"
+        raise InvalidParameter(option.name, f"must be a {kind} from {least} to {most}, got {value!r}")

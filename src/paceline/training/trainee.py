@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from paceline.training.data.batch import Batch
+from paceline.training.data.batch import TrainBatch
 
 
 class StepLoss(NamedTuple):
@@ -39,7 +39,7 @@ class Trainee(Protocol):
     parameters: dict[str, Tensor]  # leaves, in fp32
     taps: tuple[int, ...]
 
-    def loss(self, batch: Batch) -> StepLoss: ...
+    def loss(self, batch: TrainBatch) -> StepLoss: ...
 
     def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> None:
         """The folder that the drafter of this method reads."""

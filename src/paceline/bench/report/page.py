@@ -17,13 +17,14 @@ from markupsafe import Markup
 from paceline.bench import findings
 from paceline.bench.report import words as report_words
 from paceline.bench.report.figures import Figures
-from paceline.bench.results import Cell, Results, write_whole
+from paceline.bench.results import Cell, Results
+from paceline.files.folders import replace_text
 
 HERE = Path(__file__).parent
 
 
 def write(results: Results, path: Path) -> None:
-    write_whole(path, render(results))
+    replace_text(path, render(results))
 
 
 def render(results: Results) -> str:

@@ -13,7 +13,7 @@ from paceline.training.trainees.target import FrozenTarget, Hidden, positions_of
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainBatch:
     tokens: Tensor  # (B, L) long
     segments: Tensor  # (B, L)
     positions: Tensor  # (B, L) in the sequence
@@ -48,7 +48,7 @@ class DeviceRows:
         taps: tuple[int, ...],
         key: tuple[int, int],
         share: tuple[int, int] = (0, 1),
-    ) -> Batch:
+    ) -> TrainBatch:
         """Rows `which` (global batch), of which this process takes its `share` (rank, processes)."""
         rank, world = share
         generator = torch.Generator(device=self.tokens.device)
@@ -60,10 +60,10 @@ class DeviceRows:
         tokens, segments = self.tokens[own].long(), self.segments[own].long()
         positions = positions_of(segments)
         hidden = target(tokens, segments, positions, taps)
-        return Batch(tokens, segments, positions, self.answer[own], hidden, dice[mine])
+        return TrainBatch(tokens, segments, positions, self.answer[own], hidden, dice[mine])
 
 
-def anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+def anchors(batch: TrainBatch, count: int) -> tuple[Tensor, Tensor]:
     """(B, A) places in the row that a draft may start from, drawn without replacement, and which of them exist."""
     drawn = torch.where(batch.follows, batch.dice, -1.0).topk(min(count, batch.tokens.shape[1]), dim=1)
     return drawn.indices, drawn.values >= 0
@@ -83,7 +83,7 @@ class Ahead(NamedTuple):
         return final.gather(1, flat[:, :, None].expand(-1, -1, final.shape[2])).flatten(0, 1)
 
 
-def ahead(batch: Batch, at: Tensor, exists: Tensor, depth: int) -> Ahead:
+def ahead(batch: TrainBatch, at: Tensor, exists: Tensor, depth: int) -> Ahead:
     """The first `depth` positions from the anchors `at` on, themselves included."""
     length = batch.tokens.shape[1]
     here = at[:, :, None] + torch.arange(depth, device=at.device)

@@ -25,7 +25,7 @@ from paceline.text.tokenizer import Tokenizer
 from paceline.training.data.examples import Message, encoded, read_examples
 from paceline.training.data.filters import loop_ends, without_loops
 from paceline.training.data.sources import SYNTHETIC
-from paceline.training.data.store import Sequences, TokenStore, token_dtype
+from paceline.training.data.store import Sequences, Source, TokenStore, token_dtype
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHARD = 16_384  # answers of one shard
@@ -103,6 +103,40 @@ def answer(llm: LLM, prompts: SequenceOf[SequenceOf[int]], length: int, source: 
 
 def _sampling(kind: int, room: int) -> SamplingParams:
     return SamplingParams(temperature=TEMPERATURES[kind], top_p=1.0, top_k=0, max_tokens=room)
+
+
+def collect(
+    store: TokenStore,
+    sources: SequenceOf[Source],
+    model: str,
+    *,
+    data: SequenceOf[Path],
+    regenerate: bool,
+    synthesise: int,
+    length: int,
+    device: str,
+    report: Report,
+) -> None:
+    """Fill the store with the sources that it does not hold yet."""
+    if store.is_complete(sources):
+        return
+    path = resolve(model)
+    tokenizer, eos = Tokenizer.from_path(path), load_config(path).eos_token_ids
+    for source in sources:
+        store.accept(source)
+    for file in () if regenerate else data:
+        if not store.has(file.stem):
+            store.add(file.stem, read_file(file, tokenizer, eos, store.vocab_size, store.source(file.stem)))
+    if synthesise:
+        chat_frame(tokenizer)  # refuses a model without a chat template before an engine is started
+    if synthesise or regenerate:
+        with open_generator(model, device) as llm:
+            maker = Maker(llm, store, length, report)
+            for file in data if regenerate else ():
+                maker.regenerate(file)
+            if synthesise:
+                maker.synthesise(synthesise)
+    store.complete(sources)
 
 
 class Maker:

@@ -16,7 +16,10 @@ import numpy as np
 from paceline.errors import InvalidParameter
 from paceline.training.data.store import Array, Sequences
 
-LEAST_ANSWER = 2  # tokens of an answer that can be learnt from
+LEAST_ANSWER = 2  # tokens; shortest answer that a row takes
+LEAST_MEASURED = 8  # tokens; shortest answer on which τ is measured
+HELD_OUT = 0.01  # share of all prompts, never trained on
+LEAST_HELD_OUT = 50  # sequences; fewer are all trained on
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,28 @@ def _packed(sequences: Sequences, length: int, source: int) -> Rows:
     return found
 
 
+def divided(sequences: Sequences) -> tuple[Sequences, Sequences]:
+    """Return the sequences to learn, and those held out."""
+    apart = held_out(sequences, HELD_OUT if len(sequences) >= LEAST_HELD_OUT else 0.0)
+    return sequences.chosen(~apart), sequences.chosen(apart)
+
+
+def answers_of(sequences: Sequences, count: int, length: int) -> list[tuple[list[int], list[int]]]:
+    """Return prompt and first answer of `count` sequences, within their first `length` tokens."""
+    answers: list[tuple[list[int], list[int]]] = []
+    for tokens, answer in sequences:
+        if len(answers) == count:
+            break
+        tokens, answer = tokens[:length], answer[:length]
+        start = int(answer.argmax())
+        end = start + (int((~answer[start:]).argmax()) or len(answer) - start)
+        if start > 0 and end - start >= LEAST_MEASURED:
+            answers.append((tokens[:start].tolist(), tokens[start:end].tolist()))
+    return answers
+
+
 def held_out(sequences: Sequences, share: float) -> Array:
-    """(S,) bool, by a hash of the prompt: all answers to one prompt fall on the same side."""
+    """Return (S,) bool by a hash of the prompt, so that all answers to one prompt fall on the same side."""
     limit, found = int(share * (1 << 32)), np.zeros(len(sequences), bool)
     for i, (tokens, answer) in enumerate(sequences):
         start = int(answer.argmax()) or len(tokens)

@@ -10,19 +10,22 @@ and a later one adds to it:
 from __future__ import annotations
 
 import json
-import os
 import re
+import zlib
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import InvalidParameter
+from paceline.files.folders import disk_errors, replace_file, replace_text
 
-INFO = "store.json"
+INFO, COMPLETE = "store.json", "complete.json"
+ANOTHER = "name another folder"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -47,6 +50,13 @@ class Sequences:
     @property
     def lengths(self) -> Array:
         return np.diff(self.ends, prepend=0)
+
+    @property
+    def checksum(self) -> int:
+        checksum = 0
+        for part in (self.tokens, self.answer, self.ends, self.source):
+            checksum = zlib.crc32(part.tobytes(), checksum)
+        return checksum
 
     @staticmethod
     def of(pieces: SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]], vocab_size: int, source: int = 0) -> Sequences:
@@ -101,7 +111,10 @@ class TokenStore:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder, self.vocab_size = folder, vocab_size
         self._origins: dict[str, str] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        with disk_errors(
+            lambda error: InvalidParameter("out", f"cannot write to {folder}: {error.strerror}; {ANOTHER}")
+        ):
+            folder.mkdir(parents=True, exist_ok=True)
         self.sources: list[str] = []
         if (folder / INFO).exists():
             info = _read_info(folder / INFO)
@@ -137,7 +150,7 @@ class TokenStore:
 
     def _write_info(self) -> None:
         info = {"vocab_size": self.vocab_size, "sources": self.sources, "origins": self._origins}
-        write_whole(self.folder / INFO, json.dumps(info))
+        write_text(self.folder / INFO, json.dumps(info))
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("*.npz"))
@@ -147,27 +160,43 @@ class TokenStore:
         pattern = re.compile(re.escape(name) + (r"-\d{8}" if made else ""))
         return [path.stem for path in self.shards() if pattern.fullmatch(path.stem)]
 
+    def shards_by_source(self, sources: SequenceOf[Source]) -> list[list[str]]:
+        """Return the names of the shards of each source, of which none may be without."""
+        names = [self.shards_of(source.name, made=source.made) for source in sources]
+        for source, shards in zip(sources, names, strict=True):
+            if not shards:
+                raise InvalidParameter(
+                    "data",
+                    f"{self.folder} holds no tokens of {source.name}; give its --data or --synthesise again, "
+                    "or a larger --length where its prompts leave no room for answers",
+                )
+        return names
+
+    def is_complete(self, sources: SequenceOf[Source]) -> bool:
+        """Return whether the store was found to hold all of these sources, and has the same shards since."""
+        path = self.folder / COMPLETE
+        return path.is_file() and path.read_bytes() == self._inventory(sources).encode()
+
+    def complete(self, sources: SequenceOf[Source]) -> None:
+        self.shards_by_source(sources)
+        write_text(self.folder / COMPLETE, self._inventory(sources))
+
+    def _inventory(self, sources: SequenceOf[Source]) -> str:
+        shards = [self.shards_of(source.name, made=source.made) for source in sources]
+        return json.dumps({"sources": [asdict(source) for source in sources], "shards": shards})
+
     def has(self, name: str) -> bool:
         return (self.folder / f"{name}.npz").exists()
 
     def add(self, name: str, sequences: Sequences) -> None:
-        path = self.folder / f"{name}.npz"
-        part = path.with_suffix(".part")
-        try:
-            with part.open("wb") as file:
-                np.savez(
-                    file,
-                    tokens=sequences.tokens.astype(token_dtype(self.vocab_size)),
-                    answer=sequences.answer,
-                    ends=sequences.ends,
-                    source=sequences.source,
-                )
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise disk_error(self.folder, error) from error
-        part.replace(path)
+        with unwritable(self.folder), replace_file(self.folder / f"{name}.npz") as staging, staging.open("wb") as file:
+            np.savez(
+                file,
+                tokens=sequences.tokens.astype(token_dtype(self.vocab_size)),
+                answer=sequences.answer,
+                ends=sequences.ends,
+                source=sequences.source,
+            )
 
     def read(self, names: SequenceOf[str] | None = None) -> Sequences:
         paths = self.shards() if names is None else [self.folder / f"{name}.npz" for name in names]
@@ -191,10 +220,14 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def disk_error(folder: Path, error: OSError) -> InvalidParameter:
-    return InvalidParameter(
-        "out", f"cannot write to {folder}: {error.strerror or error}; free some space and run again"
-    )
+def unwritable(folder: Path) -> AbstractContextManager[None]:
+    """Raise errors of the disk in the block as errors of --out."""
+
+    def refusal(error: OSError) -> InvalidParameter:
+        problem = f"cannot write to {folder}: {error.strerror or error}; free some space and run again"
+        return InvalidParameter("out", problem)
+
+    return disk_errors(refusal)
 
 
 def _read_info(path: Path) -> dict[str, Any]:
@@ -208,12 +241,7 @@ def _read_info(path: Path) -> dict[str, Any]:
         raise InvalidParameter("data", f"{path} is damaged ({error}); delete the folder and run again") from error
 
 
-def write_whole(path: Path, content: str) -> None:
-    """An interruption leaves the old file or the new one."""
-    part = path.with_suffix(path.suffix + ".part")
-    try:
+def write_text(path: Path, content: str) -> None:
+    with unwritable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(content, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise disk_error(path.parent, error) from error
+        replace_text(path, content)

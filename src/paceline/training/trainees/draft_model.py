@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,11 +20,11 @@ from paceline.errors import InvalidParameter, UnsupportedModel
 from paceline.models.load.hf_folder import WEIGHTS
 from paceline.models.load.loader import expected_shapes, load_config, load_weights
 from paceline.models.load.quantized_config import KEYS
-from paceline.training.data.batch import Batch, ahead, anchors
-from paceline.training.options import between
+from paceline.training.data.batch import TrainBatch, ahead, anchors
+from paceline.training.registry import BuiltTrainee, TraineeContext, between, options_of
 from paceline.training.trainee import StepLoss
 from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
-from paceline.training.trainees.target import FrozenTarget, additive, layer_weights, rms_norm, run_layer
+from paceline.training.trainees.target import FrozenTarget, additive, decoder_layer, layer_weights, rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ class DraftTrainee:
             name: one.to(device=target.device, dtype=torch.float32, copy=True).requires_grad_()
             for name, one in self.parameters.items()
         }
-        self._layer = torch.compile(run_layer, dynamic=False) if compiled else run_layer
+        self._layer = torch.compile(decoder_layer, dynamic=False) if compiled else decoder_layer
         self._chunk = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
 
-    def hidden(self, batch: Batch) -> Tensor:
+    def hidden(self, batch: TrainBatch) -> Tensor:
         """(B, L, H), the head's input."""
         config, target = self.target.config, self.target
         length = batch.tokens.shape[1]
@@ -77,11 +77,11 @@ class DraftTrainee:
         mask, rotary = additive(seen[:, None], target.dtype), target.rotary(batch.positions)
         x = target.embedding[batch.tokens]
         for index in range(self.options.layers):
-            weights = layer_weights(self.parameters, lambda name: self.parameters[name].to(target.dtype), index)
-            x = self._layer(x, rotary, mask, weights, config.num_kv_heads, config.rms_norm_eps)
-        return rms_norm(x, self.parameters["model.norm.weight"].to(x.dtype), config.rms_norm_eps)
+            weights = layer_weights(self.parameters.get, f"model.layers.{index}")
+            x, _, _ = self._layer(x, rotary, mask, weights, config.rms_norm_eps, target.dtype)
+        return rms_norm(x, self.parameters["model.norm.weight"], config.rms_norm_eps)
 
-    def loss(self, batch: Batch) -> StepLoss:
+    def loss(self, batch: TrainBatch) -> StepLoss:
         options = self.options
         at, exists = anchors(batch, options.anchors)
         there = ahead(batch, at, exists, 1)
@@ -122,3 +122,9 @@ class DraftTrainee:
         if not self.target.config.tie_embeddings:
             tensors["lm_head.weight"] = self.target.head.to("cpu", torch.bfloat16)
         save_file({name: one.contiguous() for name, one in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+def build(context: TraineeContext) -> BuiltTrainee:
+    options = options_of(DraftOptions, context.sizes)
+    trainee = DraftTrainee(context.target, options, compiled=context.compiled, init_from=context.init_from)
+    return BuiltTrainee(trainee, asdict(trainee.options), None, 5)

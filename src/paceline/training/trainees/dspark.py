@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,22 @@ from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, 
 from paceline.drafters.folder import TargetShape, draft_ids
 from paceline.errors import InvalidParameter
 from paceline.models.spec import ModelConfig
-from paceline.training.data.batch import Batch, ahead, anchors
-from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
+from paceline.training.data.batch import TrainBatch, ahead, anchors
+from paceline.training.registry import MOST_TOKENS, BuiltTrainee, TraineeContext, between, options_of
 from paceline.training.trainee import StepLoss
 from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
-from paceline.training.trainees.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
+from paceline.training.trainees.target import (
+    FrozenTarget,
+    LayerWeights,
+    Rotary,
+    additive,
+    decoder_layer,
+    heads,
+    layer_weights,
+    linear,
+    rms_norm,
+    rotated,
+)
 
 Parameters = dict[str, Tensor]
 
@@ -38,7 +49,6 @@ class DSparkOptions(LossOptions):
     num_taps: int = between(1, 64, 5)
     rank: int = between(0, 4096, 128)  # of the Markov head; 0 trains DFlash
     draft_vocab: int = between(2, MOST_TOKENS, 16_384)
-    confidence: float = between(0.0, MOST_WEIGHT, 0.1)
     decay: float = between(0.01, 1e6, 4.0)  # position i of a block weighs exp(-i / decay)
     portable: bool = False  # only what vLLM's class has: no norm per tap, masks are the embedding of one token
 
@@ -61,7 +71,6 @@ def make_config(target: FrozenTarget, options: DSparkOptions, vocab: Tensor, nam
         mask_token_id=_spare_token(vocab, body.vocab_size) if options.portable else None,
         draft_vocab_size=len(vocab),
         markov_rank=options.rank,
-        confidence=options.rank > 0,
         tap_norm=not options.portable,
         mask_embedding=not options.portable,
         markov_over_draft_vocab=options.rank > 0,
@@ -94,7 +103,7 @@ def initial(config: DSparkConfig, vocab: Tensor, norm: Tensor, seed: int) -> Par
             found[name] = norm.float().cpu().clone()
         elif name.endswith("norm.weight") or name == TAP_NORM or "layernorm" in name:
             found[name] = torch.ones(shape)
-        elif name in (W2, f"{CONFIDENCE}.weight", f"{CONFIDENCE}.bias"):
+        elif name == W2:
             found[name] = torch.zeros(shape)
         else:
             found[name] = torch.randn(shape, generator=noise) * _spread(name, shape, config.body.num_layers)
@@ -109,65 +118,18 @@ def _spread(name: str, shape: tuple[int, ...], layers: int) -> float:
     )
 
 
-class LayerParameters(NamedTuple):
-    input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor
-    mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-
-
-def layer_parameters(parameters: Mapping[str, Tensor], index: int) -> LayerParameters:
-    def get(name: str) -> Any:
-        return parameters.get(f"layers.{index}.{name}.weight")
-
-    attention = {part: f"{part}_proj" for part in "qkv"} | {"output": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}
-    return LayerParameters(
-        input_norm=get("input_layernorm"),
-        mlp_norm=get("post_attention_layernorm"),
-        **{field: get(f"self_attn.{name}") for field, name in attention.items()},
-        **{field: get(f"mlp.{field}_proj") for field in ("gate", "up", "down")},
-    )
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
 def fuse(taps: Tensor, tap_norm: Tensor | None, fc: Tensor, norm: Tensor, eps: float) -> Tensor:
     """(..., T, H) -> (..., H): what the drafter's layers see of a committed position."""
     if tap_norm is not None:
-        taps = rms_norm(taps, tap_norm.to(taps.dtype), eps)
-    return rms_norm(linear(taps.flatten(-2), fc), norm.to(taps.dtype), eps)
+        taps = rms_norm(taps, tap_norm, eps)
+    return rms_norm(linear(taps.flatten(-2), fc), norm, eps)
 
 
-def context_kv(context: Tensor, rotary: Rotary, w: LayerParameters, eps: float) -> tuple[Tensor, Tensor]:
+def context_kv(context: Tensor, rotary: Rotary, w: LayerWeights, eps: float) -> tuple[Tensor, Tensor]:
     """K and V (B, kv heads, L, d) of committed positions in one layer."""
     head_dim = 2 * rotary[0].shape[-1]
     k, v = heads(linear(context, w.k), head_dim), heads(linear(context, w.v), head_dim)
-    return rotated(k if w.k_norm is None else rms_norm(k, w.k_norm.to(k.dtype), eps), rotary), v
-
-
-def block_layer(
-    x: Tensor, k: Tensor, v: Tensor, rotary: Rotary, mask: Tensor, w: LayerParameters, eps: float, dtype: torch.dtype
-) -> Tensor:
-    """Blocks (B, N, H) in fp32 over the context's K/V and their own; `mask` is (B, 1, N, L + N)."""
-    head_dim = 2 * rotary[0].shape[-1]
-    normed = rms_norm(x, w.input_norm, eps).to(dtype)
-    q, own_k, own_v = (heads(linear(normed, part), head_dim) for part in (w.q, w.k, w.v))
-    if w.q_norm is not None and w.k_norm is not None:
-        q, own_k = rms_norm(q, w.q_norm.to(dtype), eps), rms_norm(own_k, w.k_norm.to(dtype), eps)
-    k = torch.cat((k, rotated(own_k, rotary)), 2)
-    mixed = attention(rotated(q, rotary), k, torch.cat((v, own_v), 2), mask)
-    x = x + linear(mixed, w.output)
-    normed = rms_norm(x, w.mlp_norm, eps).to(dtype)
-    return x + linear(F.silu(linear(normed, w.gate)) * linear(normed, w.up), w.down)
+    return rotated(k if w.k_norm is None else rms_norm(k, w.k_norm, eps), rotary), v
 
 
 def context_and_layer(
@@ -176,12 +138,13 @@ def context_and_layer(
     at_context: Rotary,
     at_block: Rotary,
     mask: Tensor,
-    w: LayerParameters,
+    w: LayerWeights,
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Run a layer of blocks (B, N, H) in fp32 over the context's K and V and their own."""
     k, v = context_kv(context, at_context, w, eps)
-    return block_layer(x, k, v, at_block, mask, w, eps, dtype)
+    return decoder_layer(x, at_block, mask, w, eps, dtype, keys=(k,), values=(v,))[0]
 
 
 class DSparkModel:
@@ -232,7 +195,7 @@ class DSparkModel:
         mask = additive(torch.cat((seen.repeat_interleave(size, 1), own), 2)[:, None], self.dtype)
         x = self.blocks(parameters, anchor_tokens)
         for index in range(self.config.body.num_layers):
-            weights = layer_parameters(parameters, index)
+            weights = layer_weights(parameters.get, f"layers.{index}")
             x = self._layer(x, context, at_context, at_block, mask, weights, self.eps, self.dtype)
         normed = rms_norm(x, parameters["norm.weight"], self.eps).to(self.dtype)
         return normed.view(rows, count, size, -1)
@@ -262,7 +225,7 @@ class DSparkTrainee:
         self.parameters = {
             name: tensor.to(device=device, dtype=torch.float32).requires_grad_()
             for name, tensor in tensors.items()
-            if name != "d2t"
+            if name != "d2t" and not name.startswith(CONFIDENCE)
         }
         self.head = target.head[self.vocab].contiguous()
         self.draft_id = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=device)
@@ -296,12 +259,12 @@ class DSparkTrainee:
         )
         offsets = tensors.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         shape = TargetShape.of(target.config, target.embedding, name or config.target.name)
-        trainee.target, trainee.config = target, replace(config, target=shape)
+        trainee.target, trainee.config = target, replace(config, target=shape, confidence=False)
         trainee.vocab = draft_ids(offsets).to(target.device)
         trainee._prepare(tensors, compiled)
         return trainee
 
-    def loss(self, batch: Batch) -> StepLoss:
+    def loss(self, batch: TrainBatch) -> StepLoss:
         options, size = self.options, self.config.block_size
         at, exists = anchors(batch, options.anchors)  # (B, A)
         context = self.model.context(self.parameters, batch.hidden.taps)
@@ -326,17 +289,7 @@ class DSparkTrainee:
             w2=self.parameters.get(W2),
             chunk=self.model.chunk,
         )
-        loss = found.loss
-        if self.config.confidence and features is not None:
-            loss = loss + options.confidence * self._confidence_loss(hidden, features, found.tv, weight.flatten())
-        return StepLoss.of(loss, weight, found.hit.view_as(weight) & known, there.valid, exists)
-
-    def _confidence_loss(self, hidden: Tensor, features: Tensor, tv: Tensor, weight: Tensor) -> Tensor:
-        """It learns to predict acceptance and does not change what it predicts from."""
-        given = torch.cat((hidden.flatten(0, 2), features), 1).detach()
-        bias = self.parameters[f"{CONFIDENCE}.bias"]
-        score = linear(given, self.parameters[f"{CONFIDENCE}.weight"]).float()[:, 0] + bias
-        return (weight * F.binary_cross_entropy_with_logits(score, 1 - tv, reduction="none")).sum()
+        return StepLoss.of(found.loss, weight, found.hit.view_as(weight) & known, there.valid, exists)
 
     def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None, *, int8: bool = False) -> None:
         tensors = {name: tensor.detach().float() for name, tensor in (parameters or self.parameters).items()}
@@ -356,3 +309,28 @@ def markov_features(
         return None
     ids = draft_id[previous] if len(w1) != len(draft_id) else previous
     return (F.embedding(ids.clamp(min=0), w1) * (ids >= 0)[:, None]).to(dtype)
+
+
+def build(context: TraineeContext, **fixed: int) -> BuiltTrainee:
+    from paceline.training.acceptance import by_depth, tau, walk
+
+    options = options_of(DSparkOptions, context.sizes, fixed)
+    common: dict[str, Any] = {"compiled": context.compiled, "name": context.name}
+    if context.init_from is not None:
+        trainee = DSparkTrainee.from_folder(context.init_from, context.target, options, **common)
+    else:
+        vocabulary = context.vocabulary(options.draft_vocab)
+        trainee = DSparkTrainee(context.target, options, vocabulary, seed=context.seed, **common)
+
+    depth = trainee.options.block - 1
+
+    def measure(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        chain = walk(trainee, context.answers, depth, chain=True, parameters=parameters)
+        tree = walk(trainee, context.answers, 60, parameters=parameters)
+        return {
+            f"τ chain {depth}": tau(chain),
+            "τ tree 60": tau(tree),
+            "by depth": [round(one, 3) for one in by_depth(chain)],
+        }
+
+    return BuiltTrainee(trainee, asdict(trainee.options), measure if context.answers else None, 60)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,27 @@ from torch.nn import functional as F
 from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.eagle.config import LAYER, EagleConfig, published_layers, shapes
 from paceline.drafters.folder import TargetShape, draft_ids
-from paceline.training.data.batch import Batch, ahead, anchors
-from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
+from paceline.training.data.batch import TrainBatch, ahead, anchors
+from paceline.training.registry import (
+    MOST_TOKENS,
+    MOST_WEIGHT,
+    BuiltTrainee,
+    TraineeContext,
+    between,
+    options_of,
+)
 from paceline.training.trainee import StepLoss
 from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
-from paceline.training.trainees.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
+from paceline.training.trainees.target import (
+    FrozenTarget,
+    LayerWeights,
+    Rotary,
+    additive,
+    decoder_layer,
+    layer_weights,
+    linear,
+    rms_norm,
+)
 
 FROZEN = ("lm_head.weight", "d2t")
 
@@ -90,7 +106,7 @@ def fuse(taps: Tensor, norms: tuple[Tensor, ...], fc: Tensor, eps: float) -> Ten
     """EAGLE-3: (B, L, T, H) -> (B, L, h)."""
     if norms:
         taps = torch.stack([rms_norm(taps[:, :, i], norm, eps) for i, norm in enumerate(norms)], 2)
-    return F.linear(taps.flatten(2), fc)
+    return linear(taps.flatten(2), fc)
 
 
 def eagle_layer(
@@ -100,24 +116,20 @@ def eagle_layer(
     values: tuple[Tensor, ...],
     rotary: Rotary,
     mask: Tensor,
-    w: Mapping[str, Tensor],
+    weights: LayerWeights,
+    hidden_norm: Tensor | None,
+    fc: Tensor,
     eps: float,
-    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step over (B, L, h): outputs before the final norm, and the step's own K and V. `keys` and `values` are those
-    of the steps before, `mask` is (B, 1, L, steps * L)."""
-    head_dim = 2 * rotary[0].shape[-1]
-    if fused:
-        residual = features
-        x = torch.cat((rms_norm(embedded, w["input"], eps), rms_norm(features, w["hidden"], eps)), -1)
+    """Run one step over (B, L, h); return outputs before the final norm, and the step's own K and V.
+
+    `keys` and `values` are those of the steps before, `mask` is (B, 1, L, steps * L). EAGLE-1 has no `hidden_norm`.
+    """
+    if hidden_norm is None or weights.input_norm is None:
+        features = inputs = linear(torch.cat((embedded, features), -1), fc)
     else:
-        residual = x = F.linear(torch.cat((embedded, features), -1), w["fc"])
-    q, k, v = (heads(F.linear(x, w[part]), head_dim) for part in ("q", "k", "v"))
-    k = rotated(k, rotary)
-    mixed = attention(rotated(q, rotary), torch.cat((*keys, k), 2), torch.cat((*values, v), 2), mask)
-    x = residual + F.linear(mixed, w["o"])
-    normed = rms_norm(x, w["mlp"], eps)
-    return x + F.linear(F.silu(F.linear(normed, w["gate"])) * F.linear(normed, w["up"]), w["down"]), k, v
+        inputs = torch.cat((rms_norm(embedded, weights.input_norm, eps), rms_norm(features, hidden_norm, eps)), -1)
+    return decoder_layer(features, rotary, mask, weights, eps, features.dtype, inputs=inputs, keys=keys, values=values)
 
 
 def step_mask(segments: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -168,27 +180,16 @@ class EagleTrainee:
 
         self._fuse, self._layer, self._chunk = compile_(fuse), compile_(eagle_layer), compile_(chunk_loss)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The layer's parameters in the dtype of the computation."""
-        names = {
-            "input": f"{LAYER}.input_layernorm",
-            "hidden": f"{LAYER}.hidden_norm",
-            "mlp": f"{LAYER}.post_attention_layernorm",
-            "fc": "fc",
-            **{part: f"{LAYER}.self_attn.{part}_proj" for part in ("q", "k", "v", "o")},
-            **{part: f"{LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")},
-        }
-        found = {short: self.parameters.get(f"{name}.weight") for short, name in names.items()}
-        return {short: one.to(self.target.dtype) for short, one in found.items() if one is not None}
-
-    def outputs(self, batch: Batch) -> list[Tensor]:
+    def outputs(self, batch: TrainBatch) -> list[Tensor]:
         """(B, L, h) of every step, before the final norm."""
         config, target, dtype = self.config, self.target, self.target.dtype
-        length, weights = batch.tokens.shape[1], self.weights()
+        length, parameters = batch.tokens.shape[1], self.parameters
+        weights = layer_weights(parameters.get, LAYER)
+        hidden_norm, fc = parameters.get(f"{LAYER}.hidden_norm.weight"), parameters["fc.weight"]
         if config.fused:
             names = [f"fc_norm.{i}.weight" for i in range(config.num_taps)] if config.fc_norm else []
-            norms = tuple(self.parameters[name].to(dtype) for name in names)
-            features = self._fuse(batch.hidden.taps, norms, weights["fc"], self.eps)
+            norms = tuple(parameters[name] for name in names)
+            features = self._fuse(batch.hidden.taps, norms, fc, self.eps)
         else:
             features = batch.hidden.final
         found: list[Tensor] = []
@@ -205,8 +206,9 @@ class EagleTrainee:
                 target.rotary(batch.positions + step),
                 mask,
                 weights,
+                hidden_norm,
+                fc,
                 self.eps,
-                config.fused,
             )
             keys, values = (*keys, k), (*values, v)
             found.append(out)
@@ -217,9 +219,9 @@ class EagleTrainee:
         """The head's input."""
         if not self.config.fused:
             return out
-        return rms_norm(out, self.parameters["norm.weight"].to(out.dtype), self.eps)
+        return rms_norm(out, self.parameters["norm.weight"], self.eps)
 
-    def loss(self, batch: Batch) -> StepLoss:
+    def loss(self, batch: TrainBatch) -> StepLoss:
         options = self.options
         at, exists = anchors(batch, options.anchors)  # tokens behind which a draft starts: pairs of index at - 1
         exists = exists & (at > 0) & (batch.segments.gather(1, (at - 1).clamp(min=0)) == batch.segments.gather(1, at))
@@ -252,3 +254,20 @@ class EagleTrainee:
         if len(self.vocab) < self.target.config.vocab_size:
             tensors["d2t"] = self.vocab.cpu() - torch.arange(len(self.vocab))
         eagle_checkpoint.write(folder, self.config, tensors)
+
+
+def build(context: TraineeContext, *, fused: bool) -> BuiltTrainee:
+    plain = {} if fused else {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0}
+    whole = {} if fused else {"draft_vocab": context.target.config.vocab_size}
+    options = options_of(EagleOptions, {**plain, **context.sizes}, whole)
+    trainee = EagleTrainee(
+        context.target,
+        options,
+        context.vocabulary(options.draft_vocab),
+        fused=fused,
+        seed=context.seed,
+        name=context.name,
+        compiled=context.compiled,
+        init_from=context.init_from,
+    )
+    return BuiltTrainee(trainee, asdict(options), None, 60 if fused else 30)

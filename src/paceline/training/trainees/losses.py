@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.training.options import MOST_WEIGHT, between
+from paceline.training.registry import MOST_WEIGHT, between
 
-Chunk = Callable[[Tensor, Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor, Tensor]]
+Chunk = Callable[[Tensor, Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,13 @@ class LossOptions:
 
 class Losses(NamedTuple):
     loss: Tensor  # () weighted sum over rows; the only one with a gradient
-    tv: Tensor  # (N,) chance that the target rejects a token drawn from q
     hit: Tensor  # (N,) bool: both have the same likeliest token
 
 
 def chunk_loss(
     z: Tensor, y: Tensor, weight: Tensor, ce: float, tv: float, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss (), its gradient by z, TV and hits of a chunk; `weight` (C,) has the row's share of the loss."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss (), its gradient by z and the hits of a chunk; `weight` (C,) is each row's share of the loss."""
     logq = F.log_softmax(z.float(), -1)
     p, q = F.softmax(y.float() / temperature, -1), logq.exp()
     entropy = -(p * logq).sum(-1)
@@ -50,7 +49,7 @@ def chunk_loss(
     side = (q - p).sign() / 2  # dTV/dq
     gradient = ce * (q - p) + tv * q * (side - (q * side).sum(-1, keepdim=True))
     hit = z.argmax(-1) == y.argmax(-1)
-    return (weight * (ce * entropy + tv * away)).sum(), (weight[:, None] * gradient).to(z.dtype), away, hit
+    return (weight * (ce * entropy + tv * away)).sum(), (weight[:, None] * gradient).to(z.dtype), hit
 
 
 class _Markov(NamedTuple):
@@ -80,26 +79,25 @@ class _DraftLoss(torch.autograd.Function):
         temperature: float,
         rows: int,
         chunk: Chunk,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         grad_hidden = torch.empty_like(hidden)
         markov = None if previous is None or w2 is None else _Markov.of(previous, w2)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        away = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
             z = hidden[at] @ head.T
             if markov is not None:
                 z.addmm_(markov.previous[at], markov.w2.T)
-            loss, gradient, away[at], hits[at] = chunk(z, target[at] @ head.T, weight[at], ce, tv, temperature)
+            loss, gradient, hits[at] = chunk(z, target[at] @ head.T, weight[at], ce, tv, temperature)
             total += loss
             torch.mm(gradient, head, out=grad_hidden[at])
             if markov is not None:
                 torch.mm(gradient, markov.w2, out=markov.grad_previous[at])
                 markov.grad_w2.add_(gradient.T @ markov.previous[at])
         ctx.grads = (grad_hidden, *((None, None) if markov is None else (markov.grad_previous, markov.grad_w2)))
-        ctx.mark_non_differentiable(away, hits)
-        return total, away, hits
+        ctx.mark_non_differentiable(hits)
+        return total, hits
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:

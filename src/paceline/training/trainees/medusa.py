@@ -4,7 +4,7 @@ target's distribution of token t + 2 + i. Heads share the target's own output we
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from paceline.config import MAX_K
 from paceline.drafters.heads.checkpoint import MOST_LAYERS, MedusaHead, load_heads, save_heads
 from paceline.errors import InvalidParameter
-from paceline.training.data.batch import Batch, ahead, anchors
-from paceline.training.options import between
+from paceline.training.data.batch import TrainBatch, ahead, anchors
+from paceline.training.registry import BuiltTrainee, TraineeContext, between, options_of
 from paceline.training.trainee import StepLoss
 from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
 from paceline.training.trainees.target import FrozenTarget
@@ -75,7 +75,7 @@ class MedusaTrainee:
             found.append(y)
         return torch.stack(found, -2)
 
-    def loss(self, batch: Batch) -> StepLoss:
+    def loss(self, batch: TrainBatch) -> StepLoss:
         """An anchor is the newest token: the state before it picked it, and head i predicts the i + 1st behind it."""
         options = self.options
         at, exists = anchors(batch, options.anchors)
@@ -107,3 +107,11 @@ class MedusaTrainee:
             for i in range(self.options.heads)
         ]
         save_heads(folder, heads, self.name)
+
+
+def build(context: TraineeContext) -> BuiltTrainee:
+    options = options_of(MedusaOptions, context.sizes)
+    trainee = MedusaTrainee(
+        context.target, options, name=context.name, compiled=context.compiled, init_from=context.init_from
+    )
+    return BuiltTrainee(trainee, asdict(trainee.options), None, 30)

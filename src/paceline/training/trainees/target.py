@@ -1,4 +1,4 @@
-"""The frozen target in plain torch: hidden states of packed rows, for training only.
+"""The frozen target in plain torch, for training only, and the layer that every trainee shares with it.
 
 Rows are packed: several sequences share one, each with its own positions, and attention stays inside a sequence. One
 compiled function serves every layer, so that compiling takes seconds whatever the depth.
@@ -7,7 +7,7 @@ compiled function serves every layer, so that compiling takes seconds whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +28,76 @@ class Hidden(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
     output: Tensor
-    output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
+    gate: Tensor
+    up: Tensor
     down: Tensor
-    down_bias: Tensor | None
+    input_norm: Tensor | None = None  # None: the layer's input is given
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+NAMES = {  # of the parts of a layer in a checkpoint
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v")},
+    "output": "self_attn.o_proj",
+    **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+
+
+def layer_weights(tensor: Callable[[str], Tensor | None], prefix: str) -> LayerWeights:
+    """Return the weights of a layer; `tensor` returns None for a name that the checkpoint lacks."""
+    weights = {field: tensor(f"{prefix}.{name}.weight") for field, name in NAMES.items()}
+    biases = [field.removesuffix("_bias") for field in LayerWeights._fields if field.endswith("_bias")]
+    weights |= {f"{field}_bias": tensor(f"{prefix}.{NAMES[field]}.bias") for field in biases}
+    return LayerWeights(**weights)  # type: ignore[arg-type]  # every layer has the parts without a default
+
+
+def decoder_layer(
+    x: Tensor,
+    rotary: Rotary,
+    mask: Tensor,
+    w: LayerWeights,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    inputs: Tensor | None = None,
+    keys: tuple[Tensor, ...] = (),
+    values: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a layer over (B, N, H); return its output and its own K and V.
+
+    Products are computed in `dtype`. q, k and v are made from `inputs`, or from the normed x. `keys` and `values`
+    are those of positions before x; `mask` is (B, 1, N, earlier positions + N).
+    """
+    head_dim = 2 * rotary[0].shape[-1]
+    if inputs is None:
+        assert w.input_norm is not None
+        inputs = rms_norm(x, w.input_norm, eps).to(dtype)
+    projections = ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
+    q, k, v = (heads(linear(inputs, weight, bias), head_dim) for weight, bias in projections)
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    k = rotated(k, rotary)
+    mixed = attention(rotated(q, rotary), torch.cat((*keys, k), 2), torch.cat((*values, v), 2), mask)
+    x = x + linear(mixed, w.output, w.output_bias)
+    normed = rms_norm(x, w.mlp_norm, eps).to(dtype)
+    gated = F.silu(linear(normed, w.gate, w.gate_bias)) * linear(normed, w.up, w.up_bias)
+    return x + linear(gated, w.down, w.down_bias), k, v
 
 
 class FrozenTarget:
@@ -48,23 +106,23 @@ class FrozenTarget:
         self.config: ModelConfig = load_config(path)
         config, weights = self.config, load_weights(path, self.config)
 
-        def tensor(name: str) -> Tensor:
-            return weights[name].numbers().to(device=device, dtype=dtype)
+        def tensor(name: str) -> Any:
+            return weights[name].numbers().to(device=device, dtype=dtype) if name in weights else None
 
-        self.embedding = tensor("model.embed_tokens.weight")
-        self.head = self.embedding if config.tie_embeddings else tensor("lm_head.weight")
-        self.norm = tensor("model.norm.weight")
-        self.layers = [layer_weights(weights, tensor, index) for index in range(config.num_layers)]
+        self.embedding: Tensor = tensor("model.embed_tokens.weight")
+        self.head: Tensor = self.embedding if config.tie_embeddings else tensor("lm_head.weight")
+        self.norm: Tensor = tensor("model.norm.weight")
+        self.layers = [layer_weights(tensor, f"model.layers.{index}") for index in range(config.num_layers)]
         tables = rope_tables(config.rope, config.head_dim, min(config.max_positions, 1 << 15), device)
         self._tables: Rotary = tables
-        self._compiled = torch.compile(run_layer, dynamic=False) if compiled else run_layer
+        self._compiled = torch.compile(decoder_layer, dynamic=False) if compiled else decoder_layer
 
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, segments: Tensor, positions: Tensor, taps: tuple[int, ...], *, compiled: bool = True
     ) -> Hidden:
         """(B, L) each; `segments` number the sequences of a row. `compiled`: False for shapes that occur once."""
-        config, layer = self.config, self._compiled if compiled else run_layer
+        config, layer = self.config, self._compiled if compiled else decoder_layer
         rotary = self.rotary(positions)
         masks = {window: self._mask(segments, window) for window in set(config.windows or (None,))}
         hidden = self.embedding[tokens]
@@ -73,7 +131,7 @@ class FrozenTarget:
             if index in taps:
                 tapped.append((index, hidden))
             mask = masks[config.window(index)]
-            hidden = layer(hidden, rotary, mask, weights, config.num_kv_heads, config.rms_norm_eps)
+            hidden, _, _ = layer(hidden, rotary, mask, weights, config.rms_norm_eps, self.dtype)
         if config.num_layers in taps:
             tapped.append((config.num_layers, hidden))
         found = dict(tapped)
@@ -93,47 +151,13 @@ class FrozenTarget:
         return additive(seen[:, None], self.dtype)
 
 
-PARTS = {  # fields of LayerWeights, and the names of their parts in a checkpoint
-    "input_norm": ("input_layernorm",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-
-
-def layer_weights(known: Container[str], tensor: Callable[[str], Tensor], index: int) -> LayerWeights:
-    """Of a layer, by the `known` names of a checkpoint; parts that are one product are joined."""
-
-    def joined(field: str, kind: str) -> Any:
-        names = [f"model.layers.{index}.{part}.{kind}" for part in PARTS[field]]
-        return torch.cat([tensor(name) for name in names]) if names[0] in known else None
-
-    biases = [field for field in LayerWeights._fields if field.endswith("_bias")]
-    found = {field: joined(field, "weight") for field in PARTS}
-    return LayerWeights(**found, **{field: joined(field.removesuffix("_bias"), "bias") for field in biases})
-
-
-def run_layer(x: Tensor, rotary: Rotary, mask: Tensor, w: LayerWeights, kv_heads: int, eps: float) -> Tensor:
-    """One decoder layer over (B, L, H)."""
-    head_dim = 2 * rotary[0].shape[-1]
-    q_size = w.qkv.shape[0] - 2 * kv_heads * head_dim
-    qkv = F.linear(rms_norm(x, w.input_norm, eps), w.qkv, w.qkv_bias)
-    q, k, v = (heads(part, head_dim) for part in torch.split(qkv, [q_size, *[kv_heads * head_dim] * 2], -1))
-    if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
-    mixed = attention(rotated(q, rotary), rotated(k, rotary), v, mask)
-    x = x + F.linear(mixed, w.output, w.output_bias)
-    gate, up = F.linear(rms_norm(x, w.mlp_norm, eps), w.gate_up, w.gate_up_bias).chunk(2, -1)
-    return x + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
 
 
 def heads(x: Tensor, head_dim: int) -> Tensor:

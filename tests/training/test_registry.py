@@ -13,10 +13,9 @@ from paceline.drafters.heads.checkpoint import load_heads, save_heads
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.files.json_fields import JsonFields
+from paceline.training.acceptance import engine_tau
 from paceline.training.data.store import Sequences
-from paceline.training.engine_tau import engine_tau
-from paceline.training.names import DRAFT, drafting_method
-from paceline.training.registry import TRAINEES, Plan, trainee_of
+from paceline.training.registry import DRAFT, TRAINEES, TraineeContext, build_trainee, drafting_method
 from tests.training.toy import VOCAB, continued, toy_loop, toy_target
 
 PROMPT = [5, 9, 33, 2]
@@ -36,8 +35,8 @@ def target(tmp_path_factory):
     return toy_target(tmp_path_factory.mktemp("target"))
 
 
-def plan_for(target, init_from=None, **sizes):
-    return Plan(
+def context_for(target, init_from=None, **sizes):
+    return TraineeContext(
         target=target,
         name="toy",
         sizes=sizes,
@@ -53,12 +52,12 @@ def plan_for(target, init_from=None, **sizes):
 def test_one_answer_is_learnt_by_heart_and_the_engine_accepts_it(target, tmp_path, name):
     sizes, steps, lr, least = CASES[name]
     answer = continued(target, PROMPT, 40)
-    made = trainee_of(name, plan_for(target, **sizes))
+    built = build_trainee(name, context_for(target, **sizes))
     settings = {"rows": 1, "length": 48, "lr": lr, "ema": 0.9, "warmup": 10, "log_s": 1e9, "save_s": 1e9}
     sequences = Sequences.of([(PROMPT, answer)], VOCAB)
-    loop = toy_loop(target, tmp_path / "work", steps, trainee=made.trainee, sequences=sequences, **settings)
+    loop = toy_loop(target, tmp_path / "work", steps, trainee=built.trainee, sequences=sequences, **settings)
     loop.run()
-    made.trainee.save(tmp_path / "out", loop.averaged())
+    built.trainee.save(tmp_path / "out", loop.averaged())
     found = engine_tau(
         str(target.path),
         tmp_path / "out",
@@ -72,35 +71,38 @@ def test_one_answer_is_learnt_by_heart_and_the_engine_accepts_it(target, tmp_pat
 
 
 def test_unknown_methods_and_sizes_are_refused(target):
-    with pytest.raises(InvalidParameter, match="choose one of"):
-        trainee_of("lookahead", plan_for(target))
+    with pytest.raises(InvalidParameter) as caught:
+        build_trainee("lookahead", context_for(target))
+    assert caught.value.field == "method"
     for name in TRAINEES:
-        with pytest.raises(InvalidParameter, match="wheels: means nothing"):
-            trainee_of(name, plan_for(target, wheels=4))
+        with pytest.raises(InvalidParameter) as caught:
+            build_trainee(name, context_for(target, wheels=4))
+        assert caught.value.field == "wheels"
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "value", "words"),
+    ("name", "size", "value"),
     [
-        (MEDUSA, "heads", 1000, "from 1 to 64"),
-        (MEDUSA, "heads", True, "whole number"),
-        (MEDUSA, "heads", 2.5, "whole number"),
-        (MEDUSA, "anchors", 0, "from 1"),
-        (MEDUSA, "ce", -5, "from 0"),
-        (MEDUSA, "ce", float("nan"), "from 0"),
-        (DSPARK, "block", 1, "from 2 to 65"),
-        (DSPARK, "layers", 0, "from 1"),
-        (DSPARK, "draft_vocab", 1, "from 2"),
-        (DSPARK, "portable", 1, "true or false"),
-        (DFLASH, "rank", 8, "means nothing"),
-        (EAGLE3, "steps", 0, "from 1"),
-        (EAGLE, "draft_vocab", 5, "means nothing"),
-        (DRAFT, "layers", 3.5, "whole number"),
+        (MEDUSA, "heads", 1000),
+        (MEDUSA, "heads", True),
+        (MEDUSA, "heads", 2.5),
+        (MEDUSA, "anchors", 0),
+        (MEDUSA, "ce", -5),
+        (MEDUSA, "ce", float("nan")),
+        (DSPARK, "block", 1),
+        (DSPARK, "layers", 0),
+        (DSPARK, "draft_vocab", 1),
+        (DSPARK, "portable", 1),
+        (DFLASH, "rank", 8),
+        (EAGLE3, "steps", 0),
+        (EAGLE, "draft_vocab", 5),
+        (DRAFT, "layers", 3.5),
     ],
 )
-def test_a_size_that_no_drafter_can_have_is_refused_before_training(target, name, size, value, words):
-    with pytest.raises(InvalidParameter, match=f"{size}: .*{words}"):
-        trainee_of(name, plan_for(target, **{size: value}))
+def test_a_size_that_no_drafter_can_have_is_refused_before_training(target, name, size, value):
+    with pytest.raises(InvalidParameter) as caught:
+        build_trainee(name, context_for(target, **{size: value}))
+    assert caught.value.field == size
 
 
 BLOCK = {"layers": 2, "block": 4, "num_taps": 2}
@@ -109,34 +111,34 @@ SIZES = {DSPARK: {**BLOCK, "rank": 8}, DFLASH: BLOCK, EAGLE3: {}, EAGLE: {}, MED
 
 @pytest.mark.parametrize("name", TRAINEES)
 def test_a_saved_drafter_is_trained_on_in_its_own_sizes(target, tmp_path, name):
-    first = trainee_of(name, plan_for(target, **SIZES[name])).trainee
+    first = build_trainee(name, context_for(target, **SIZES[name])).trainee
     first.save(tmp_path)
-    again = trainee_of(name, plan_for(target, tmp_path)).trainee
+    again = build_trainee(name, context_for(target, tmp_path)).trainee
     assert again.parameters.keys() == first.parameters.keys()
     for key, one in first.parameters.items():
         torch.testing.assert_close(again.parameters[key], one, atol=1e-2, rtol=1e-2)
     other = EAGLE3 if name != EAGLE3 else MEDUSA
-    with pytest.raises((InvalidParameter, BrokenModel), match=r"method|no drafter"):
-        trainee_of(other, plan_for(target, tmp_path))
+    with pytest.raises((InvalidParameter, BrokenModel)):
+        build_trainee(other, context_for(target, tmp_path))
 
 
 @pytest.mark.parametrize("name", [DSPARK, EAGLE3])
 def test_a_drafter_of_another_model_becomes_one_of_the_model_it_is_trained_on_for(target, tmp_path, name):
     other = copy.copy(target)
     other.embedding = target.embedding.flip(0)
-    trainee_of(name, plan_for(other, **SIZES[name])).trainee.save(tmp_path / "first")
-    trainee_of(name, plan_for(target, tmp_path / "first")).trainee.save(tmp_path / "again")
+    build_trainee(name, context_for(other, **SIZES[name])).trainee.save(tmp_path / "first")
+    build_trainee(name, context_for(target, tmp_path / "first")).trainee.save(tmp_path / "again")
     for folder, mine in (("first", False), ("again", True)):
         found = target_of(JsonFields(json.loads((tmp_path / folder / "config.json").read_text()), folder))
         assert found.is_like(target.embedding) == mine
 
 
 def test_a_folder_of_another_kind_is_not_trained_on(target, tmp_path):
-    trainee_of(MEDUSA, plan_for(target, heads=1)).trainee.save(tmp_path / "shared")
+    build_trainee(MEDUSA, context_for(target, heads=1)).trainee.save(tmp_path / "shared")
     [head] = load_heads(tmp_path / "shared", target.config)
     save_heads(tmp_path / "own", [head._replace(output=target.head.clone())])
-    with pytest.raises(InvalidParameter, match="output weights of their own"):
-        trainee_of(MEDUSA, plan_for(target, tmp_path / "own"))
     other = toy_target(tmp_path / "other", "qwen3")
-    with pytest.raises(InvalidParameter, match="their sizes differ"):
-        trainee_of(DRAFT, plan_for(target, other.path))
+    for name, folder in ((MEDUSA, tmp_path / "own"), (DRAFT, other.path)):
+        with pytest.raises(InvalidParameter) as caught:
+            build_trainee(name, context_for(target, folder))
+        assert caught.value.field == "init_from"

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from paceline.drafters.methods import DSPARK
-from paceline.training.acceptance import tau, walk
+from paceline.training.acceptance import engine_tau, tau, walk
 from paceline.training.data.store import Sequences
-from paceline.training.engine_tau import engine_tau
 from paceline.training.trainees.dspark import DSparkTrainee
 from tests.training.toy import SMALL, VOCAB, continued, toy_loop, toy_target
 
