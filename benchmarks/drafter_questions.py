@@ -28,11 +28,10 @@ from train_smollm2 import ANSWERS, TARGET, Costs, opened, say
 from paceline.training.acceptance import tau, walk
 from paceline.training.data.batch import DeviceRows
 from paceline.training.data.generate import draft_vocabulary
-from paceline.training.data.rows import Rows, RowSampler, held_out, packed
+from paceline.training.data.rows import HELD_OUT, Rows, RowSampler, held_out, packed
 from paceline.training.data.store import Sequences, TokenStore
 from paceline.training.loop import Loop, LoopConfig
 from paceline.training.registry import Answers
-from paceline.training.run import HELD_OUT
 from paceline.training.trainees.dspark import DSparkOptions, DSparkTrainee
 
 GENERAL, DOMAIN = "synthetic", "gsm8k_train"
@@ -63,7 +62,7 @@ TRAININGS = (
 def perplexity(trainee: DSparkTrainee, parameters: Mapping[str, torch.Tensor], rows: DeviceRows) -> float:
     """exp of -sum p log q over the draft vocabulary, all positions of a block alike."""
     kept = trainee.options, trainee.parameters
-    trainee.options = replace(trainee.options, ce=1.0, tv=0.0, confidence=0.0, temperature=1.0, decay=math.inf)
+    trainee.options = replace(trainee.options, ce=1.0, tv=0.0, temperature=1.0, decay=math.inf)
     trainee.parameters = dict(parameters)
     total = weight = 0.0
     try:

@@ -20,9 +20,8 @@ from drafter_questions import DOMAIN, GENERAL, chosen_answers, common_options, s
 from train_smollm2 import TARGET, Costs, opened, say
 
 from paceline.training.data.generate import draft_vocabulary
-from paceline.training.data.rows import held_out, packed
+from paceline.training.data.rows import HELD_OUT, held_out, packed
 from paceline.training.data.store import TokenStore
-from paceline.training.run import HELD_OUT
 from paceline.training.trainees.dspark import DSparkOptions, DSparkTrainee
 
 SHARES = {GENERAL: 0.9, DOMAIN: 0.1}  # of a step's rows

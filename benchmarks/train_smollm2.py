@@ -40,12 +40,11 @@ from paceline.training.card import write_card, write_curve
 from paceline.training.data.batch import DeviceRows
 from paceline.training.data.examples import read_examples
 from paceline.training.data.generate import Maker, draft_vocabulary, open_generator
-from paceline.training.data.rows import RowSampler, held_out, packed
+from paceline.training.data.rows import HELD_OUT, RowSampler, answers_of, held_out, packed
 from paceline.training.data.store import Sequences, TokenStore
 from paceline.training.loop import Loop, LoopConfig
-from paceline.training.output_folder import STATE
-from paceline.training.registry import Answers, Plan, trainee_of
-from paceline.training.run import HELD_OUT, answers_of, publish
+from paceline.training.output_folder import STATE, publish
+from paceline.training.registry import Answers, TraineeContext, build_trainee
 from paceline.training.trainees.dspark import DSparkTrainee
 from paceline.training.trainees.target import FrozenTarget
 
@@ -154,7 +153,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     if args.method == DSPARK:
         sizes |= {name: getattr(args, name) for name in ("layers", "block", "rank", "portable")}
         sizes["num_taps"] = args.taps
-    plan = Plan(
+    context = TraineeContext(
         target=target,
         name=TARGET,
         sizes=sizes,
@@ -164,8 +163,8 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         compiled=target.device.type == "cuda" and args.compile,
         answers=spread(tested if len(tested) else learnt, args.length),
     )
-    made = trainee_of(args.method, plan)
-    trainee = made.trainee
+    built = build_trainee(args.method, context)
+    trainee = built.trainee
     loop_config = LoopConfig(
         rows=args.rows or 64,
         minutes=args.minutes if args.steps is None else None,
@@ -184,7 +183,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
 
     def measure(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         with costs.of("measuring τ"):
-            return made.measure(parameters) if made.measure is not None else {}
+            return built.measure(parameters) if built.measure is not None else {}
 
     sampler = RowSampler(rows.source, _mix(args.mix, store), args.seed)
     folder = args.work / (args.name or args.method)
@@ -211,7 +210,13 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         loop.run()
     publish(folder, lambda where: trainee.save(where, loop.averaged()))
     begun = "a drafter trained before" if args.init_from is not None else "random weights"
-    recipe = {**made.recipe, **asdict(loop_config), "length": args.length, "mix": args.mix or "by size", "begun": begun}
+    recipe = {
+        **built.recipe,
+        **asdict(loop_config),
+        "length": args.length,
+        "mix": args.mix or "by size",
+        "begun": begun,
+    }
     (folder / RECIPE).write_text(json.dumps(recipe))
     if loop.progress.curve:
         loop.progress.curve[-1] |= measure(loop.averaged())
