@@ -87,7 +87,7 @@ def measure(
     (method,) = (each for each in drafter_specs(speculation, [context.checkpoint]) if each.method.recognise)
     drafter = DSparkDrafter.from_context(context, method.name, beam)
     config = EngineConfig(max_num_seqs=max(rows, 1), max_num_batched_tokens=max(512, 130 * rows))
-    policy = AdaptivePolicy([drafter], method.name, nodes)
+    policy = AdaptivePolicy(method.name, nodes)
     engine = Engine(target.loaded.decoder, config, tokenizer=target.loaded.tokenizer, drafters=[drafter], policy=policy)
     clock = time.thread_time if args.one_core else time.perf_counter
     watch, sampling = Watch(drafter, clock), {"temperature": args.temperature, "max_tokens": args.max_tokens}

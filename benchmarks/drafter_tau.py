@@ -41,7 +41,7 @@ def make_engine(args: argparse.Namespace, method: str) -> Engine:
         num_blocks=48 * args.rows,
         max_model_len=768,
     )
-    return build.make_engine(loaded, config, drafters, build.make_policy(loaded, drafters, speculation))
+    return build.make_engine(loaded, config, drafters, build.make_policy(loaded, speculation))
 
 
 def measured(

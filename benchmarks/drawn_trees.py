@@ -167,7 +167,7 @@ class Way:
         assert context.checkpoint is not None
         (method,) = (each for each in drafter_specs(speculation, [context.checkpoint]) if each.method.recognise)
         drafter = (DrawnTrees if draws else DSparkDrafter).from_context(context, method.name)
-        policy = AdaptivePolicy([drafter], method.name, nodes)
+        policy = AdaptivePolicy(method.name, nodes)
         loaded = target.loaded
         config = EngineConfig(max_num_seqs=1)
         self.engine = Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=[drafter], policy=policy)

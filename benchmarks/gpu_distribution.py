@@ -21,7 +21,7 @@ from paceline import SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.spec import ModelConfig
@@ -44,11 +44,11 @@ COLUMNS = ((1,), (2,), (4,), (6,), (1, 2), (2, 3), (3, 4), (5, 6))
 ASKED: tuple[dict[str, Any], ...] = ({"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.8, "top_k": 30})
 
 
-class Always(LearnsNothing):
+class Always(FixedPolicy):
     def __init__(self, choice: DraftPlan) -> None:
         self._choice = choice
 
-    def plan(self, sequences: Any, other_rows: int, others_wait: bool) -> list[DraftPlan]:
+    def plan(self, sequences: Any, *_: object) -> list[DraftPlan]:
         return [self._choice for _ in sequences]
 
 

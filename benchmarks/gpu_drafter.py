@@ -54,7 +54,7 @@ def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine
     speculation = SpeculationConfig(method=AUTO, suffix_bytes=1)
     others = build.make_drafters(loaded, replace(speculation, drafter=NONE))
     drafters = [*others, drafter]
-    policy = build.make_policy(loaded, drafters, speculation)
+    policy = build.make_policy(loaded, speculation)
     engine_config = EngineConfig(
         max_num_seqs=rows, max_num_batched_tokens=max(1024, 8 * rows), num_blocks=80 * rows + 256, max_model_len=1024
     )

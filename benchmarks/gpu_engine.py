@@ -95,7 +95,7 @@ class Runs:
         gc.collect()  # an engine before this one may still hold its cache
         drafters = self._drafters(subject, decoder, method)
         self.prior = prior_of(decoder, WeightKind.of(decoder.dtypes.numbers))
-        self.policy = AdaptivePolicy(drafters, method, k, self.prior)
+        self.policy = AdaptivePolicy(method, k, self.prior)
         config = EngineConfig(
             prefix_caching=False,
             kv_cache_bytes=(64 << 20) if subject.tiny else 8 << 30,
@@ -128,7 +128,7 @@ class Runs:
 
     def forget(self) -> None:
         """A policy that knows nothing, on graphs that are captured."""
-        self.policy.load(AdaptivePolicy([], prior=self.prior).state())
+        self.policy.load(AdaptivePolicy(prior=self.prior).state())
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
         """Decoding time starts when every prompt has its first token."""

@@ -39,7 +39,7 @@ from paceline.drafters.folder import TargetShape
 from paceline.drafters.hidden_states import TapBatch
 from paceline.drafters.methods import METHODS
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
@@ -53,11 +53,11 @@ BLOCK, FITTED = 16, 3  # FITTED: positions of a chain that a fitted head knows
 ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
-class Chains(LearnsNothing):
+class Chains(FixedPolicy):
     def __init__(self, choice: DraftPlan) -> None:
         self.choice = choice
 
-    def plan(self, sequences: Any, other_rows: int, others_wait: bool) -> list[DraftPlan]:
+    def plan(self, sequences: Any, *_: object) -> list[DraftPlan]:
         return [self.choice for _ in sequences]
 
 

@@ -21,7 +21,7 @@ from paceline.bench.prompts import shipped
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, Drafter, DrafterContext, DraftRequest
-from paceline.engine.policy.interface import DEEPEST
+from paceline.engine.policy import DEEPEST
 from paceline.engine.policy.survival import bucket, first_guess
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import LoadedModel, load_model

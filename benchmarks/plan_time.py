@@ -24,14 +24,14 @@ import numpy as np
 from common import finish
 
 from paceline import SamplingParams
-from paceline.config import AUTO
+from paceline.config import AUTO, TRAINED_LEVEL
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DraftRequest
-from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
+from paceline.drafters.base import HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
+from paceline.engine.policy import DraftPlan, StepReport
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import DraftPlan, StepReport
 from paceline.engine.policy.priors import CPU, GPU, PassPrior
 
 LONGEST = 300  # tokens of an answer; one that has ended makes way for the next
@@ -111,7 +111,7 @@ class Run:
     def __init__(self, cell: Cell, rows: int) -> None:
         self.cell, self.noise, self.made = cell, random.Random(0), 0
         self.drafters = {kind.name: kind() for kind in cell.drafters}
-        self.policy = AdaptivePolicy(list(self.drafters.values()), AUTO, None, cell.prior)
+        self.policy = AdaptivePolicy(AUTO, None, cell.prior)
         self.answers = [self._answer() for _ in range(rows)]
         self._read()
         self.chosen = hashlib.blake2b(digest_size=8)

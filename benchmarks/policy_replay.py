@@ -30,16 +30,16 @@ from common import finish
 from speculation import Configuration, index_prompts
 
 from paceline import SamplingParams
-from paceline.config import SpeculationConfig
+from paceline.config import TRAINED_LEVEL, SpeculationConfig
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import METHODS, Drafter, DrafterContext, DraftRequest
-from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
+from paceline.drafters.base import HostDrafter
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.drafter_set import CATCHING_UP
+from paceline.engine.policy import DraftPlan, StepReport
 from paceline.engine.policy import priors as pass_prior
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import DraftPlan, StepReport
 from paceline.engine.policy.priors import PassPrior
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import load_model
@@ -249,7 +249,7 @@ class Replay:
             self.oracle if name == self.oracle.name else METHODS[name].make(context) for name in names
         ]
         self.clock, self.times, self.deciding, self.max_tokens = clock, times, deciding, max_tokens
-        self.policy = AdaptivePolicy(self.drafters, method, k, clock.prior)
+        self.policy = AdaptivePolicy(method, k, clock.prior)
         self.asked_s, self.resting = 0.0, False
         for drafter in self.drafters:
             self._count_questions(drafter)

@@ -62,7 +62,7 @@ class Configuration:
         if method != NONE:  # all that `auto` has; a fixed method is alone, since others would index texts beside it
             every = replace(asked, method=AUTO, k=None, drafter=(NONE,) if method == LOOKUPS else ())
             drafters = [one for one in make_drafters(loaded, every) if method in (AUTO, LOOKUPS, one.name)]
-        self.policy = make_policy(loaded, drafters, asked)
+        self.policy = make_policy(loaded, asked)
         # All prompts of a group are read in one step: no row is ahead when timing starts.
         config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29, max_num_batched_tokens=1 << 14)
         self.engine = make_engine(loaded, config, drafters, self.policy)

@@ -76,7 +76,7 @@ def engine_of(model: Model, method: str, k: int | None, rows: int) -> Engine:
         max_num_batched_tokens=2048,
         max_model_len=2048,
     )
-    engine = Engine(model, config, drafters=drafters, policy=AdaptivePolicy(drafters, method, k))
+    engine = Engine(model, config, drafters=drafters, policy=AdaptivePolicy(method, k))
     engine.runs_ahead = True  # as on a GPU
     return engine
 

@@ -23,7 +23,7 @@ from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DraftRequest
 from paceline.drafters.base import HostDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.theory import break_even, speedup
@@ -43,12 +43,12 @@ class Refused(HostDrafter):
         return Draft.chains(tokens, torch.tensor([row.max_nodes for row in rows]))
 
 
-class EveryoneDrafts(LearnsNothing):
+class EveryoneDrafts(FixedPolicy):
     """The policy: k tokens for each, whatever becomes of them."""
 
     k = 0
 
-    def plan(self, sequences: Sequence[Answer], other_rows: int, others_wait: bool) -> list[DraftPlan]:
+    def plan(self, sequences: Sequence[Answer], *_: object) -> list[DraftPlan]:
         return [DraftPlan("refused", self.k) if self.k else DraftPlan()] * len(sequences)
 
 

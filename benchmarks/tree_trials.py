@@ -348,7 +348,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.lookup:
         drafter.lookup = METHODS[SUFFIX].make(context)
         drafters.append(drafter.lookup)
-    policy = AdaptivePolicy([drafter], method.name, MOST)
+    policy = AdaptivePolicy(method.name, MOST)
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4 * MOST)
     engine = Engine(target.loaded.decoder, config, tokenizer=target.loaded.tokenizer, drafters=drafters, policy=policy)
     sampler, steps = engine.runner.sampler, []

@@ -17,8 +17,8 @@ from paceline.drafters.method_names import DrafterSpec, drafter_specs
 from paceline.drafters.methods import DRAFTER, METHODS, accepts_folder, needs_one
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.engine import Engine
+from paceline.engine.policy import Policy
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import Policy
 from paceline.engine.policy.memory import PolicyMemory
 from paceline.engine.policy.priors import prior_of
 from paceline.errors import InvalidParameter
@@ -83,8 +83,9 @@ def build(
     """`remember`: the policy starts from the stored state of earlier runs of this model on this machine."""
     wanted = speculation or SpeculationConfig()
     drafters = make_drafters(target.loaded, wanted)
-    policy = make_policy(target.loaded, drafters, wanted)
-    memory = PolicyMemory(target.path, target.loaded, drafters) if remember else None
+    policy = make_policy(target.loaded, wanted)
+    versions = [f"{drafter.name} {drafter.version}" for drafter in drafters]
+    memory = PolicyMemory(target.path, target.loaded, versions) if remember else None
     if memory is not None:
         memory.load(policy)
     return EngineBundle(make_engine(target.loaded, config, drafters, policy), policy, memory)
@@ -147,8 +148,8 @@ def trained_folders(loaded: LoadedModel, speculation: SpeculationConfig) -> list
     return [resolve(name) for name in speculation.drafter if name != NONE]
 
 
-def make_policy(loaded: LoadedModel, drafters: SequenceOf[Drafter], speculation: SpeculationConfig) -> AdaptivePolicy:
-    return AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(loaded.decoder, loaded.kind))
+def make_policy(loaded: LoadedModel, speculation: SpeculationConfig) -> AdaptivePolicy:
+    return AdaptivePolicy(speculation.method, speculation.k, prior_of(loaded.decoder, loaded.kind))
 
 
 def make_engine(loaded: LoadedModel, config: EngineConfig, drafters: SequenceOf[Drafter], policy: Policy) -> Engine:

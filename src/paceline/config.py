@@ -13,6 +13,7 @@ from paceline.errors import InvalidParameter, short_repr
 NONE = "none"  # the method that drafts nothing: plain decoding
 AUTO = "auto"  # the method chosen by the policy, per request and step
 MAX_K = 64  # nodes a row may draft in one step
+TRAINED_LEVEL = 6  # level of support of a trained drafter's drafts: it always drafts, and most are good
 MAX_INT = 2**31 - 1  # counts and token ids are int32 on the device
 MOST = 2**63 - 1  # of any other count
 MAX_NGRAM = 64  # tokens of a lookup's longest match: each length has a table of its own

@@ -160,7 +160,7 @@ class FakeMachine:
 
     def _engine(self, contender: Contender) -> TimedEngine:
         drafters = self.drafters(contender)
-        policy = AdaptivePolicy(drafters, contender.method, contender.k)
+        policy = AdaptivePolicy(contender.method, contender.k)
         engine = Engine(self._model, EngineConfig(num_blocks=1200), drafters=drafters, policy=policy)
         return TimedEngine(engine, clock=self.clock)
 

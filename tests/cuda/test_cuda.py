@@ -17,7 +17,7 @@ from paceline.drafters import METHODS as TABLE
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for

@@ -25,8 +25,8 @@ from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import likely_nodes
 from paceline.engine.engine import Engine
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import DraftPlan
 from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
 from tests.drafters.block.dspark_reference import knowing
@@ -43,7 +43,6 @@ from tests.helpers.contract_toys import (
     TAPPED,
     VOCAB,
     ByRequest,
-    Choosing,
     FunctionModel,
     Letters,
     Stumbling,
@@ -328,7 +327,7 @@ def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
     one, other = (f"{method}:{name}" for name in ("one", "other"))
     drafters[0].name, drafters[1].name = one, other
     drafters[1].version += "'"
-    engine = make_engine(drafters, policy=AdaptivePolicy(drafters, "auto", 4), ahead=ahead)
+    engine = make_engine(drafters, policy=AdaptivePolicy("auto", 4), ahead=ahead)
     wishes = [one, other, method, None, "ngram", "none"]
     requests = [
         (i % 2, str(i), prompt_of(i % 3, 9), params(max_tokens=30, speculation=wish, temperature=0.7, seed=i))
@@ -520,7 +519,7 @@ def test_a_drafter_that_raises_now_and_then_costs_speculation_never_the_answer(m
 def test_steps_without_speculation_in_between_change_nothing(method):
     drafter = make_drafter(method)
 
-    class NowAndThen(Choosing):
+    class NowAndThen(FixedPolicy):
         def __init__(self):
             self.chance = random.Random(3)
 

@@ -12,14 +12,14 @@ from paceline.config import EngineConfig
 from paceline.core.draft import Draft
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.weights import Dtypes
 from paceline.verify import verify
 from tests.drafters.block.dspark_reference import knowing, make
-from tests.helpers.contract_toys import ByRequest, Choosing, exercised, params, run
+from tests.helpers.contract_toys import ByRequest, exercised, params, run
 from tests.helpers.random_llama import llama, random_weights
 
 CONFIG = llama(vocab_size=128, max_positions=256)
@@ -90,7 +90,7 @@ def test_sixteen_trees_of_sixty_nodes_change_no_answer(device, asked):
     assert device.type == "cpu" or engine.runner.sampler.uncaptured
 
 
-class Varying(Choosing):
+class Varying(FixedPolicy):
     """Asks now for more nodes than were begun, now for fewer."""
 
     def choose(self, sequence):

@@ -17,7 +17,7 @@ from paceline.core.verdict import TokenKind, Verdict
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import KVSpec
@@ -28,7 +28,7 @@ from tests.cuda.test_cuda import CONFIG, LENGTH, PROMPTS
 from tests.drafters.block.dspark_reference import knowing
 from tests.drafters.block.dspark_reference import make as make_block_drafter
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, taps_of, tiny_decoder
-from tests.helpers.contract_toys import ByRequest, Choosing, exercised, params, run
+from tests.helpers.contract_toys import ByRequest, exercised, params, run
 
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
 ASKED = {"greedy": {}, "seeded": {"temperature": 0.6}}
@@ -297,7 +297,7 @@ def test_the_drafters_own_cache_is_that_of_a_pass_over_the_committed_tokens(devi
     """After accepted and rejected branches, and after plain steps in between, which it catches up with."""
     chance = random.Random(5)
 
-    class NowAndThen(Choosing):
+    class NowAndThen(FixedPolicy):
         def choose(self, sequence):
             return DraftPlan(drafter.name, 4) if chance.random() < 0.6 else DraftPlan()
 

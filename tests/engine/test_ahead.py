@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 from tests.helpers.contract_toys import Letters
 from tests.helpers.fakes import ChainDrafter, DrawnChainDrafter, TapDrafter, TreeDrafter, requests_strategy
@@ -50,11 +50,11 @@ class Resting(ByRequest):
         super().__init__(choices)
         self.often, self.planned = often, 0
 
-    def plan(self, sequences, other_rows, others_wait):
+    def plan(self, sequences, *step):
         self.planned += 1
-        return super().plan(sequences, other_rows, others_wait)
+        return super().plan(sequences, *step)
 
-    def next_is_plain(self, sequences):
+    def next_is_plain(self, sequences, offers):
         plain = all(sequence.request_id not in self.choices for sequence in sequences)
         return plain or len(sequences[0].tokens) % self.often > 0
 
@@ -231,12 +231,12 @@ def test_a_step_launched_ahead_preempts_no_sequence():
     assert launched
 
 
-class Always(LearnsNothing):
+class Always(FixedPolicy):
     def __init__(self, choice):
         self.choice, self.forgotten = choice, []
 
-    def plan(self, sequences, other_rows, others_wait):
-        return [self.choice] * len(sequences)
+    def choose(self, sequence):
+        return self.choice
 
     def forget(self, sequence):
         self.forgotten.append(sequence.request_id)
@@ -272,9 +272,9 @@ class Early:
             self.events.append("read")
             return read(flight)
 
-        def publishing(flight, result):
+        def publishing(*step):
             self.events.append("published")
-            return publish(flight, result)
+            return publish(*step)
 
         self.engine.model.forward = passing
         self.engine.committer.read, self.engine.committer.publish = verdict_copy, publishing

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, context_logits, toy_config
@@ -31,14 +31,14 @@ from tests.helpers.fakes import (
 VOCAB = 11
 
 
-class ByRequest(LearnsNothing):
+class ByRequest(FixedPolicy):
     """Method and budget by request id, so that one batch mixes them."""
 
     def __init__(self, choices: dict[str, DraftPlan]):
         self.choices = choices
 
-    def plan(self, sequences, other_rows, others_wait):
-        return [self.choices.get(sequence.request_id, DraftPlan()) for sequence in sequences]
+    def choose(self, sequence):
+        return self.choices.get(sequence.request_id, DraftPlan())
 
 
 def greedy_alone(prompt, max_tokens, eos=()):

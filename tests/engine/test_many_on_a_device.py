@@ -8,11 +8,11 @@ import pytest
 
 from paceline.engine.batch import StepTiming
 from paceline.engine.drafter_set import CATCHING_UP
-from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
+from paceline.engine.policy.adaptive import AdaptivePolicy, PendingPlan
 from paceline.engine.policy.priors import GPU
 from paceline.models.buckets import STEPS
-from tests.engine.policy.test_policy import DraftShape, Lookup, sequence
+from tests.engine.policy.test_policy import DraftShape, Lookup, offers_of, plan, sequence
 from tests.helpers.results import ResultRow, result_of
 
 # An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.
@@ -33,9 +33,8 @@ class Serving:
         self.count, self.slow, self.rng = count, slow, random.Random(seed)
         seconds = 1e-3 * (draft_ms or 0.74 + 0.028 * count)
         self.drafter = DraftShape(seconds=seconds, first=first, falls=0.9, seed=seed)
-        self.policy = AdaptivePolicy(
-            [self.drafter, Lookup("lookup", 0.3, level=1)], "auto", prior=replace(GPU, padded_to=STEPS)
-        )
+        self.drafters = [self.drafter, Lookup("lookup", 0.3, level=1)]
+        self.policy = AdaptivePolicy("auto", prior=replace(GPU, padded_to=STEPS))
         self.sequences = [sequence(f"s{at}") for at in range(count)]
         self.left = {one.key: self.rng.randrange(1, ANSWER[1]) for one in self.sequences}
         self.lag = dict.fromkeys(self.left, 99)
@@ -56,7 +55,7 @@ class Serving:
     def step(self, turn):
         new = {one.key for one in self.newcomers(turn)}
         decoding = [one for one in self.sequences if one.key not in new]
-        planned = [DraftPlan()] * len(decoding) if self.resting else self.policy.plan(decoding, 0, False)
+        planned = [DraftPlan()] * len(decoding) if self.resting else plan(self.policy, self.drafters, decoding)
         choices = dict(zip([one.key for one in decoding], planned, strict=True))
         begun, self.begun = self.begun, {key: one.max_nodes for key, one in choices.items() if one.method == "trees"}
         self.policy.learn()
@@ -89,7 +88,10 @@ class Serving:
         self.policy.observe(made, StepTiming(self.count, rows + nodes, seconds, timed, ahead=self.resting))
         self.ms += taken
         self.plain_ms += pass_ms(rows) * made.num_tokens / self.count
-        self.resting = not nodes and self.policy.next_is_plain(self.sequences)
+        offers = offers_of(self.drafters, self.sequences)
+        self.resting = not nodes and self.policy.next_is_plain(self.sequences, offers)
+        if self.resting:
+            self.policy.skip_plan(self.sequences, offers)
 
 
 @pytest.mark.parametrize(("count", "least"), [(64, 0.966), (128, 0.976)])
@@ -118,24 +120,23 @@ def test_one_slow_step_does_not_stop_what_pays_for_many(seed):
     serving = Serving(64, seed, first=0.95, draft_ms=0.6, slow={100})
     for turn in range(400):
         serving.step(turn)
-        assert "trees" not in serving.policy._stopped, turn
+        assert not serving.policy.guards["trees"].is_paused(64), turn
     assert serving.plain_ms / serving.ms > 1.25
 
 
 def report_of(policy, outputs, *, rows, seconds, timed=True):
     """A step planned for one sequence, whose plain step takes a second; what its guard has added up."""
     policy.learn()
-    policy._plan.drafts, policy._plan.sequences = True, 1
-    policy._plan.plain_s, policy._plan.times = 1.0, policy._times[0]
+    policy.pending = PendingPlan(drafts=True, sequences=1, plain_s=1.0, times=policy.tables.step_times[0])
     drafting = {"trees": (1, 0.1)} if timed else {}
     policy.observe(result_of(outputs), StepTiming(len(outputs), rows, seconds, drafting))
     policy.learn()
-    return policy._guards["trees"].lost(1)
+    return policy.guards["trees"].lost(1)
 
 
 def test_the_guard_counts_steps_beside_newcomers_and_leaves_their_prompts_out():
-    policy = AdaptivePolicy([DraftShape(seconds=0.1)], "auto", prior=GPU)
-    times = policy._times[0]
+    policy = AdaptivePolicy("auto", prior=GPU)
+    times = policy.tables.step_times[0]
     times.observe(1, 1.0, drafted=False)
     in_vain = ResultRow(sequence("a"), [1], False, "trees", 1, 0, 1)
     right, new = in_vain._replace(tokens=[1, 1], accepted=1), ResultRow(sequence("new"), [1], False)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
 from paceline.testing import context_logits
 from tests.engine.test_engine import VOCAB, ByRequest, greedy_alone, make_engine, params, prompt_of, run
 from tests.helpers.fakes import ChainDrafter, TapDrafter, TreeDrafter

@@ -23,7 +23,7 @@ from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.kv_cache import KVSpec
 from paceline.models.pass_chain import READ
@@ -375,14 +375,7 @@ def make_drafter(method, config=None):
     return MAKERS[method](config or toy_config(VOCAB))
 
 
-class Choosing(LearnsNothing):
-    """A policy that learns nothing: `choose(sequence)` decides."""
-
-    def plan(self, sequences, other_rows, others_wait):
-        return [self.choose(sequence) for sequence in sequences]
-
-
-class ByRequest(Choosing):
+class ByRequest(FixedPolicy):
     """Method and budget by request id, or the same for all."""
 
     def __init__(self, choices, default=None):

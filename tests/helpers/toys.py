@@ -11,7 +11,7 @@ from paceline.config import EngineConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters import DraftRequest
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.plan import ModelOutput
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, read_context, toy_config
@@ -44,12 +44,12 @@ class PeriodicModel(HashModel):
         return ModelOutput(logits, None)
 
 
-class ByRequest(LearnsNothing):
+class ByRequest(FixedPolicy):
     def __init__(self, choices):
         self.choices = choices
 
-    def plan(self, sequences, other_rows, others_wait):
-        return [self.choices.get(sequence.request_id, DraftPlan()) for sequence in sequences]
+    def choose(self, sequence):
+        return self.choices.get(sequence.request_id, DraftPlan())
 
 
 def run_engine(drafters, choices, prompts, num_blocks=128, max_tokens=24, **sampling):

@@ -14,7 +14,7 @@ from paceline.cli.app import run
 from paceline.core.rng import Lane, coin
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import Verdict
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
 from paceline.prove import inject, rollback
 from paceline.prove.g_test import FALSE_ALARM, g_test
 from paceline.prove.identity import ChangingPolicy
@@ -133,11 +133,11 @@ def sequence(speculation: str, length: int) -> Sequence:
 def test_the_changing_policy_leaves_plain_answers_plain_and_tries_every_method_and_many_lengths() -> None:
     """Otherwise the proof would compare drafts with drafts."""
     policy = ChangingPolicy(("ngram", "suffix"))
-    assert policy.plan([sequence("none", length) for length in range(40)], 0, False) == [DraftPlan()] * 40
-    drawn = policy.plan([sequence("auto", length) for length in range(90)], 0, False)
+    assert {policy.choose(sequence("none", length)) for length in range(40)} == {DraftPlan()}
+    drawn = [policy.choose(sequence("auto", length)) for length in range(90)]
     assert {choice.method for choice in drawn} == {"none", "ngram", "suffix"}
     assert {choice.max_nodes for choice in drawn} == set(range(9))
-    assert policy.plan([sequence("auto", 98)], 0, False) == [DraftPlan()], "the last token is the target's own"
+    assert policy.choose(sequence("auto", 98)) == DraftPlan(), "the last token is the target's own"
 
 
 # -- rows

@@ -308,8 +308,8 @@ def build_pair(
     needed = -(-(length + MAX_K + 1) // config.block_size) * config.max_num_seqs + 2
     fitting = left // (plain_block + drafting_block)  # both engines exist at once
     sized = replace(config, num_blocks=max(min(needed, fitting), 1), prefix_caching=False)
-    plain = make_engine(loaded, sized, [], make_policy(loaded, [], SpeculationConfig()))
-    return plain, make_engine(loaded, sized, drafters, make_policy(loaded, drafters, speculation)), holds
+    plain = make_engine(loaded, sized, [], make_policy(loaded, SpeculationConfig()))
+    return plain, make_engine(loaded, sized, drafters, make_policy(loaded, speculation)), holds
 
 
 def used_bytes(device: torch.device) -> int:

@@ -37,7 +37,7 @@ from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import CATCH_UP
 from paceline.engine.drafter_set import CATCHING_UP
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing, Policy
+from paceline.engine.policy import DraftPlan, FixedPolicy, Policy
 from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
 from paceline.models.kernels import INT8
 from paceline.models.load.hub import PullProgress, resolve
@@ -196,13 +196,13 @@ class RejectedDrafter(HostDrafter):
         return Draft.chains(torch.tensor(tokens, dtype=torch.int64), counts)
 
 
-class FixedPlan(LearnsNothing):
+class FixedPlan(FixedPolicy):
     """`drafted` tokens in every step, all sequences together, by one method."""
 
     def __init__(self, method: str, drafted: int) -> None:
         self.method, self.drafted = method, drafted
 
-    def plan(self, sequences: Sequence[TokenSequence], other_rows: int, others_wait: bool) -> list[DraftPlan]:
+    def plan(self, sequences: Sequence[TokenSequence], *_: object) -> list[DraftPlan]:
         each, rest = divmod(self.drafted, max(len(sequences), 1))
         return [DraftPlan(self.method, each + (at < rest)) for at in range(len(sequences))]
 

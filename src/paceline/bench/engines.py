@@ -162,7 +162,7 @@ class Engines:
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
         drafters = self.drafters(contender)
         wanted = SpeculationConfig(method=contender.method, k=contender.k)
-        return make_engine(self.loaded, config, drafters, make_policy(self.loaded, drafters, wanted))
+        return make_engine(self.loaded, config, drafters, make_policy(self.loaded, wanted))
 
     def drafters(self, contender: Contender) -> list[Drafter]:
         """As LLM has them: every method that needs nothing, draft models and trained drafters where they may be

@@ -66,7 +66,6 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
         self.blocks: list[int] = []
-        self.reserved = 0  # tokens whose slots are kept until the next step is scheduled: a draft is written there
         self.req_index = -1  # the row of the block manager's tables that holds the same ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0

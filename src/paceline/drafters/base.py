@@ -37,7 +37,6 @@ from paceline.models.spec import ModelConfig
 from paceline.models.weights import StoredWeight
 
 DIGEST_VALUES = 4096  # values of a tensor that enter its digest
-TRAINED_LEVEL = 6  # level of a trained drafter: it always proposes, and most proposals are good
 
 
 class DraftRequest(NamedTuple):

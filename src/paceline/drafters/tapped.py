@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config import MAX_K
+from paceline.config import MAX_K, TRAINED_LEVEL
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import TRAINED_LEVEL, DraftRequest, VerifiedDraft, excluded
+from paceline.drafters.base import DraftRequest, VerifiedDraft, excluded
 from paceline.drafters.hidden_states import PromptChunk, TapBatch, TapRing
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import slots_of

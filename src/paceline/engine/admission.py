@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from paceline.config import AUTO, NONE, EngineConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters.method_names import matches_method
-from paceline.engine.policy.interface import wish
+from paceline.engine.policy import wish
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
 from paceline.models.spec import ModelConfig
 from paceline.sampling_params import SamplingParams

@@ -75,6 +75,14 @@ class Batch:
         return Row(self.sequences[index], first, count, samples, *self.drafts.get(index, (NONE, 0)))
 
     @property
+    def reserved(self) -> dict[str, int]:
+        """By sequence: the end of the slots that the step writes, that of its committed token included."""
+        ends = dict(zip([sequence.key for sequence in self.sequences], (self.ends + 1).tolist(), strict=True))
+        for row, (_, max_nodes) in self.drafts.items():
+            ends[self.sequences[row].key] += max_nodes
+        return ends
+
+    @property
     def rows(self) -> list[Row]:
         return [self.row(index) for index in range(len(self))]
 
@@ -162,7 +170,6 @@ class StepTiming:
     step_s: float  # from the end of the step before, or from the first thing done for this one
     draft_s: Mapping[str, tuple[int, float]]  # method -> (most nodes of a row, seconds); a drafter that caught up is
     # left out
-    retired: frozenset[str] = frozenset()  # methods that are switched off
     time_is_typical: bool = True  # nothing was captured or compiled in the step
     ahead: bool = False  # launched before the step before it was read
 

@@ -13,7 +13,7 @@ A sequence that holds blocks has a seat: a row of one array with the same ids, f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -22,6 +22,8 @@ from paceline.core.sequence import Sequence, block_hash
 from paceline.engine.batch import Ints, Tables
 
 ROOT = b"paceline"
+Reserved = Mapping[str, int]  # by sequence: end of the slots that a launched step or an early draft writes
+NONE_RESERVED: Reserved = {}
 
 
 class BlockManager:
@@ -122,12 +124,12 @@ class BlockManager:
                 self._published[chain[-1]] = block
                 self._hash[block] = chain[-1]
 
-    def settle(self, sequences: Iterable[Sequence]) -> None:
-        """After a step: free blocks behind the sequences' tokens, and publish full ones."""
+    def settle(self, sequences: Iterable[Sequence], reserved: Reserved = NONE_RESERVED) -> None:
+        """Free blocks behind the sequences' tokens and reserved slots, and publish full ones."""
         size = self.block_size
         for sequence in sequences:
             if len(sequence.blocks) * size >= len(sequence.tokens) + size:
-                self.trim(sequence, max(len(sequence.tokens), sequence.reserved))
+                self.trim(sequence, max(len(sequence.tokens), reserved.get(sequence.key, 0)))
             if self.prefix_caching:
                 self.publish(sequence)
 

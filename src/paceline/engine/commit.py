@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, DraftOutcome, StepResult
+from paceline.engine.block_manager import Reserved
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep
 from paceline.engine.scheduler import Scheduler
@@ -90,8 +91,9 @@ class Committer:
         result.kinds = lambda at: verdict_copy.kinds(rows[at])
         result.paths = lambda at: verdict_copy.path(rows[at], accepted_of[rows[at]])
 
-    def publish(self, flight: InFlightStep, result: StepResult) -> None:
-        """Work out the rest of a step that was read; sequences that have ended leave."""
+    def publish(self, flight: InFlightStep, result: StepResult, reserved: Reserved) -> None:
+        """Work out the rest of a step that was read; sequences that have ended leave. `reserved`: slots written by the
+        step or the drafts that were launched behind it."""
         if flight.prompts is not None:
             flight.prompts.hand_out()
         if self._watched:
@@ -106,7 +108,7 @@ class Committer:
         self._drafters.index_prompts(flight.batch)
         unsettled = self._unsettled(flight.batch)
         self._drafters.mark(unsettled)
-        self._scheduler.blocks.settle(unsettled)
+        self._scheduler.blocks.settle(unsettled, reserved)
         for at in result.ended:
             self._leave(result.sequences[at])
 

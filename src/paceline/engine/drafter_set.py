@@ -10,7 +10,7 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,15 +18,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from paceline.config import AUTO
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import DeviceDrafter, HostDrafter, VerifiedDraft
 from paceline.drafters.hidden_states import CommittedRow, PromptChunk, TapRing
+from paceline.drafters.method_names import matches_method
 from paceline.engine.batch import Batch
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.in_flight import InFlightStep
+from paceline.engine.policy import Offer
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.platform.device_timer import Stopwatch
 
@@ -35,6 +38,41 @@ log = logging.getLogger("paceline")
 # 0.13 with its taps in the wrong order.
 TRIAL, SUSPICIOUS = 50, 0.2
 CATCHING_UP = 8  # tokens a drafter lags behind on average: with more, its time is not what a draft costs
+FIRST_TOKENS, SMALL_LAG = 2, 8  # tokens; with a longer lag a drafter does not draft for an answer's first tokens
+
+
+class StepOffers:
+    """The offers of the drafters for the sequences of a step. A drafter is asked when its offer is first read."""
+
+    def __init__(self, drafters: DrafterSet, sequences: SequenceOf[Sequence]) -> None:
+        self._drafters, self._sequences = drafters, sequences
+
+    @property
+    def working(self) -> tuple[str, ...]:
+        return self._drafters.working
+
+    def methods(self, wish: str) -> tuple[str, ...]:
+        return self._drafters.serving(wish)
+
+    def of(self, wish: str, rows: SequenceOf[int], leave_out: Collection[str] = ()) -> list[Offer]:
+        every, offers = len(rows) == len(self._sequences), []
+        sequences = self._sequences if every else [self._sequences[row] for row in rows]
+        for method in self._drafters.serving(wish):
+            if method not in leave_out:
+                levels = self._drafters.levels(method, sequences)
+                if not all(levels):
+                    supported = [row for row, level in zip(rows, levels, strict=True) if level]
+                    offer = self._drafters.offer(method, supported, [level for level in levels if level])
+                else:
+                    offer = self._drafters.offer(method, rows, levels)
+                if offer.rows:
+                    offers.append(offer)
+        return offers
+
+    @property
+    def awaits_model(self) -> bool:
+        early = any(sequence.num_output < FIRST_TOKENS for sequence in self._sequences)
+        return early and self._drafters.has_model
 
 
 @dataclass
@@ -74,14 +112,24 @@ class DrafterSet:
         self.first_drafts = {
             drafter.name: (0, 0) for drafter in self._tapped
         }  # drafts, and those that were right at first
-        self.retired: frozenset[str] = frozenset()  # methods switched off
+        self._models = frozenset(drafter.name for drafter in drafters if _needs_model(drafter))
         self._complained: set[tuple[str, type]] = set()
+        self._warned: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
         self._empty = functools.lru_cache(64)(Draft.empty)
+        self.retire(())
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         return tuple(spec for drafter in self.drafters for spec in drafter.kv_layers)
+
+    def retire(self, names: Collection[str]) -> None:
+        """Switch drafters off for good."""
+        self.retired = frozenset(names)
+        self.working = tuple(drafter.name for drafter in self._working())
+        automatic = tuple(drafter.name for drafter in self._working() if not _is_only_by_name(drafter))
+        self._serving: dict[str, tuple[str, ...]] = {AUTO: automatic}
+        self.has_model = not self._models.isdisjoint(automatic)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,6 +170,41 @@ class DrafterSet:
             first_layer = last
         for tapped in self._tapped:
             tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])
+
+    def offers(self, sequences: SequenceOf[Sequence]) -> StepOffers:
+        return StepOffers(self, sequences)
+
+    def serving(self, wish: str) -> tuple[str, ...]:
+        """Return the working drafters that may draft for a request of this method, or by a name of their own."""
+        if wish not in self._serving:
+            self._serving[wish] = tuple(one.name for one in self._working() if matches_method(one.name, wish))
+        return self._serving[wish]
+
+    def offer(self, method: str, rows: SequenceOf[int], levels: SequenceOf[int]) -> Offer:
+        drafter = self._by_name[method]
+        return Offer(method, rows, levels, method in self._models, drafter.trees, drafter.depth)
+
+    def levels(self, method: str, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Return how well a draft of each sequence is supported; 0: there would be none, or the drafter failed."""
+        drafter = self._by_name[method]
+        if isinstance(drafter, HostDrafter):
+            try:
+                levels = drafter.levels(sequences)
+                if levels is not None and len(levels) != len(sequences):
+                    raise ValueError(f"{len(levels)} answers for {len(sequences)} sequences")
+                if levels is not None:
+                    return levels
+            except Exception as problem:  # one sequence may be the cause: ask for each alone
+                self._warn(method, problem)
+        return [self._level(drafter, sequence) for sequence in sequences]
+
+    def _level(self, drafter: Drafter, sequence: Sequence) -> int:
+        try:
+            first = len(sequence.tokens) - sequence.num_prompt < FIRST_TOKENS
+            return 0 if first and drafter.unread_tokens(sequence) > SMALL_LAG else drafter.level(sequence)
+        except Exception as problem:
+            self._warn(drafter.name, problem)
+            return 0
 
     def propose(self, batch: Batch, min_node_probability: float = 0.0) -> Draft:
         """Return one draft row per sampling row; a row without a method, or whose drafter failed, stays empty.
@@ -239,6 +322,11 @@ class DrafterSet:
             self._complain(drafter, problem)
             return None
 
+    def _warn(self, method: str, problem: Exception) -> None:
+        if (method, type(problem)) not in self._warned:  # once: it may fail at every step
+            log.warning("drafter %s failed to say what it knows: %r", method, problem)
+            self._warned.add((method, type(problem)))
+
     def _complain(self, drafter: Drafter, problem: Exception) -> None:
         self.failures += 1
         again = (drafter.name, type(problem)) in self._complained  # once is enough: it may fail at every step
@@ -353,5 +441,15 @@ class DrafterSet:
             work(*args)
         except Exception as problem:
             self.failures += 1
-            self.retired |= {drafter.name}
+            self.retire(self.retired | {drafter.name})
             log.warning("drafter %s failed and is switched off: %r", drafter.name, problem)
+
+
+def _needs_model(drafter: Drafter) -> bool:
+    """A token ahead costs a pass: the drafter is no lookup, or reads tokens before it drafts."""
+    own_unread_tokens: object = type(drafter).unread_tokens
+    return not isinstance(drafter, HostDrafter) or own_unread_tokens is not HostDrafter.unread_tokens
+
+
+def _is_only_by_name(drafter: Drafter) -> bool:
+    return isinstance(drafter, HostDrafter) and drafter.only_by_name

@@ -21,12 +21,12 @@ from paceline.core.sequence import Sequence
 from paceline.drafters import Drafter
 from paceline.engine.admission import Admission, EngineTokenizer, context_length
 from paceline.engine.batch import EngineStats, StepResult
-from paceline.engine.block_manager import BlockManager
+from paceline.engine.block_manager import NONE_RESERVED, BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep
+from paceline.engine.policy import Policy
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.engine.policy.interface import Policy
 from paceline.engine.runner import Runner
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
@@ -67,16 +67,14 @@ class Engine:
         self.blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
         self.drafters = DrafterSet(drafters, model.config.vocab_size, self.blocks)
         self.drafters.bind(cache, len(model.kv_specs))
-        self.policy: Policy = policy or AdaptivePolicy(drafters)
+        self.policy: Policy = policy or AdaptivePolicy()
         self.clock = StepClock()
         sampler = Sampler(model.config.vocab_size, frozenset(model.config.eos_token_ids), model.device)
         self.scheduler = Scheduler(
             config,
             self.blocks,
             self.policy,
-            recompute_last=self.drafters.shifted_kv,
-            scratch_slots=self.drafters.scratch_slots,
-            depths=self.drafters.depths,
+            self.drafters,
             context=self.max_model_len,
             listeners=(self.drafters, self.clock, sampler),
         )
@@ -91,6 +89,7 @@ class Engine:
         self._at_work, self._no_collection = False, NoCollection()
         self._requests: dict[str, list[Sequence]] = {}
         self._flight: InFlightStep | None = None  # launched by the step before
+        self._reserved = NONE_RESERVED  # slots that drafts begun behind the step under way write
         self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
 
     @contextmanager
@@ -121,10 +120,8 @@ class Engine:
             if ahead is None and self.runs_ahead and self.scheduler.has_spare_blocks:
                 ahead = self._launch()  # READ, THEN LAUNCH; on a CPU the next call of step() launches
             self._flight = ahead
-            held = None if ahead is None else self.scheduler.hold(ahead.batch)
-            self.committer.publish(flight, result)  # a stop string found here ends a row of the step under way
-            if held is not None:
-                held.release()
+            reserved = self._reserved if ahead is None else ahead.batch.reserved
+            self.committer.publish(flight, result, reserved)  # a stop string found here ends a row of the step ahead
             self.stats.add(
                 flight.batch, result.num_tokens, flight.model_s, self.clock.step_s, self.runner.late_captures
             )
@@ -153,10 +150,10 @@ class Engine:
     def _launch_ahead(self, flight: InFlightStep) -> InFlightStep | None:
         """Launch the step behind one that is not read, or else the drafts for it. Tokens are taken from the unread
         verdict on the device."""
-        batch = self.scheduler.schedule_ahead(flight.batch)
+        self._reserved, batch = NONE_RESERVED, self.scheduler.schedule_ahead(flight.batch)
         if batch is None:
             if flight.batch.num_drafted and self.policy.may_repeat():
-                rows = self.scheduler.reserve(flight.batch, self.drafters.begins)
+                rows, self._reserved = self.scheduler.reserve(flight.batch, self.drafters.begins)
                 self.drafters.begin_early(flight.batch, rows, flight.unread)
             return None
         try:
@@ -174,8 +171,9 @@ class Engine:
             return None
         batch, drafters = flight.batch, self.drafters
         before_s = drafters.time_devices() if batch.num_drafted else 0.0
-        timing = self.clock.read(flight, drafters.seconds if batch.num_drafted else {}, before_s, drafters.retired)
-        self.policy.observe(result, timing)
+        timing = self.clock.read(flight, drafters.seconds if batch.num_drafted else {}, before_s)
+        if drafters.drafters:
+            self.policy.observe(result, timing)
         plain_s: float | None = timing.step_s
         if drafters.drafters and batch.only_decodes:
             plain_s = self.policy.plain_seconds(len(batch), any(sequence.sampled for sequence in result.sequences))

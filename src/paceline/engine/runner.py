@@ -16,7 +16,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep, VerdictCopy
 from paceline.engine.layout import filled_in, lay_out
-from paceline.engine.policy.interface import DEEPEST
+from paceline.engine.policy import DEEPEST
 from paceline.engine.prompt_logprobs import look_at_prompts, moved_to_front, rows_with_logits
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder, Model

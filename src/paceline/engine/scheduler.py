@@ -1,8 +1,7 @@
-"""Which rows the next step computes, which sequences wait, and which are preempted.
+"""The rows of the next step, the sequences that wait, and those that are preempted.
 
-Order of arrival decides everything: admission, blocks, and preemption (the youngest first). The oldest sequence is
-never preempted while another runs, and one sequence always fits, so all finish. Preemption forgets computed K/V, never
-tokens.
+Order of arrival decides admission, blocks and preemption (the youngest first). The oldest sequence is never preempted
+while another runs, and one sequence always fits, so all finish. Preemption forgets computed K/V, never tokens.
 
 A step is scheduled in one of two ways. `schedule` knows all committed tokens. `schedule_ahead` follows a plain step
 whose verdict is not read yet: rows that sample take their token from that verdict, on the device.
@@ -13,45 +12,55 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from paceline.config import MAX_K, NONE, EngineConfig
+from paceline.config import MAX_K, EngineConfig
 from paceline.core.sequence import Sequence, Status
-from paceline.engine.batch import Batch, Row
-from paceline.engine.block_manager import BlockManager
-from paceline.engine.policy.interface import DraftPlan, Policy
+from paceline.engine.batch import Batch, Bools, Ints, Row
+from paceline.engine.block_manager import BlockManager, Reserved
+from paceline.engine.drafter_set import DrafterSet
+from paceline.engine.policy import NO_DRAFT, DraftPlan, Policy
 
-NO_DRAFT = DraftPlan()
-SPARE_BLOCKS = 2  # blocks a running sequence: with so many free, no step has to preempt
+SPARE_BLOCKS = 2  # free blocks for each running sequence with which no step has to preempt
 
 
 class SequenceListener(Protocol):
     """A part of the engine that keeps something for each running sequence."""
 
     def joined(self, sequence: Sequence) -> None:
-        """The sequence runs from the step on that is being scheduled; it has blocks and a seat."""
+        """The sequence runs from the step on that is being scheduled; it has blocks and a request index."""
 
     def left(self, sequence: Sequence) -> None:
         """The sequence is finished or preempted; its blocks are freed next."""
 
 
-class Reservation:
-    """Slots behind sequences' tokens that are kept while blocks of earlier steps are given back: a step under way, or
-    a draft begun behind one, writes there."""
+@dataclass(slots=True)
+class _Columns:
+    """The rows of a step that is launched ahead."""
 
-    def __init__(self, ends: Iterable[tuple[Sequence, int]]) -> None:
-        self._ends = list(ends)
-        for sequence, end in self._ends:
-            sequence.reserved = end
+    sequences: list[Sequence]
+    first: Ints
+    count: Ints
+    samples: Bools
+    req_indices: Ints
+    token_source: Ints  # row of the unread verdict that has the row's token; -1: the host knows it
 
-    def release(self) -> None:
-        for sequence, _ in self._ends:
-            sequence.reserved = 0
+    def append(self, batch: Batch) -> None:
+        self.sequences = [*self.sequences, *batch.sequences]
+        self.first, self.count = np.append(self.first, batch.first), np.append(self.count, batch.count)
+        self.samples = np.append(self.samples, batch.samples)
+        self.req_indices = np.append(self.req_indices, batch.req_indices)
+        self.token_source = np.append(self.token_source, np.full(len(batch), -1))
+
+    def to_batch(self, blocks: BlockManager) -> Batch:
+        tables = blocks.tables_at(self.req_indices, blocks.blocks_for(int((self.first + self.count).max())))
+        columns = self.sequences, self.first, self.count, self.samples, tables, self.req_indices
+        return Batch(*columns, token_source=self.token_source)
 
 
 class Scheduler:
@@ -60,19 +69,16 @@ class Scheduler:
         config: EngineConfig,
         blocks: BlockManager,
         policy: Policy,
+        drafters: DrafterSet,
         *,
-        recompute_last: bool = False,
-        scratch_slots: Mapping[str, int] = MappingProxyType({}),
-        depths: Mapping[str, int] = MappingProxyType({}),
         context: int = sys.maxsize,
         listeners: SequenceOf[SequenceListener] = (),
     ) -> None:
-        """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps.
-        `scratch_slots`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes.
-        `depths`: of each method's deepest draft. `context`: tokens of a sequence, or slots for them, at most."""
-        self.config, self.blocks, self.policy, self._scratch_slots = config, blocks, policy, scratch_slots
-        self._depths, self._context = depths, context
-        self.recompute_last = recompute_last
+        """`context`: the most tokens of a sequence, and slots for them."""
+        self.config, self.blocks, self.policy, self.drafters = config, blocks, policy, drafters
+        self._scratch_slots, self._depths, self._context = drafters.scratch_slots, drafters.depths, context
+        # After a prefix hit the last shared token is computed once more, for drafters that keep K/V of pairs.
+        self._recompute_last = drafters.shifted_kv
         self._listeners = tuple(listeners)
         self._most_tokens = config.max_num_batched_tokens
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
@@ -81,9 +87,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both lists in order of arrival
         self.running: list[Sequence] = []
         self._rows: dict[str, Row] = {}  # of the step being scheduled, by sequence
-        self._num_tokens = self._num_drafted = 0  # in them
-        self._changes = 0  # sequences that joined or left, so far
-        self._early = Reservation(())  # of drafts begun behind the step under way
+        self._num_tokens = self._num_drafted = 0  # in these rows
+        self._changes = 0  # sequences that joined or left since the start
         self._looking: dict[str, Sequence] = {}  # running sequences whose tokens may decide what is asked of a pass
 
     def add(self, sequence: Sequence) -> None:
@@ -102,114 +107,113 @@ class Scheduler:
         return itertools.chain(self.running, self.waiting)
 
     def schedule(self) -> Batch:
-        """Decodes first, so that no long prompt delays them; then prompts, oldest first, with what is left."""
+        """Schedule decodes first, so that no long prompt delays them; then prompts, oldest first, with the rest."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            if sequence.finish_reason is None:  # else its last token stands, and it leaves once that is published
+            if sequence.finish_reason is None:  # else it leaves once the step that ended it is published
                 (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
-        choices = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
+        plans = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
         self._begin()
         promised = len(decodes)
-        for sequence, choice in zip(decodes, choices, strict=True):
+        for sequence, plan in zip(decodes, plans, strict=True):
             promised -= 1
-            self._continue(sequence, promised, choice)
+            self._continue(sequence, promised, plan)
         for sequence in prompts:
             self._continue(sequence)
         if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
             self._admit()  # not in a step that had to preempt: the newcomer would be next
         rows = list(self._rows.values())
         batch, size = Batch.of(rows), self.blocks.block_size
-        batch.tables = self.blocks.tables_at(
-            batch.req_indices, max([len(row.sequence.blocks) for row in rows], default=0)
-        )
-        filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
-        return self._made(batch, filled)
+        width = max([len(row.sequence.blocks) for row in rows], default=0)
+        batch.tables = self.blocks.tables_at(batch.req_indices, width)
+        return self._end(batch, [at for at, row in enumerate(rows) if row.first % size + row.count >= size])
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
-        """The step after a plain one whose verdict is not read: every row that samples goes on by one token, prompts by
-        a chunk, and waiting sequences join. A row whose sequence turns out to have ended is ignored when it is read.
+        """Schedule the step after a plain one whose verdict is not read: every row that samples goes on by one token,
+        prompts by a chunk, and waiting sequences join. A row whose sequence turns out to have ended is ignored when it
+        is read.
 
         None where a committed token decides what comes next (drafts, penalties and the like), where a sequence has no
         row in `batch`, and where blocks are short: only `schedule` preempts.
         """
-        if batch.num_drafted or (self._looking and any(self._looking[key].looks_back for key in self._looking)):
+        if batch.num_drafted or any(sequence.looks_back for sequence in self._looking.values()):
             return None
-        first, size = batch.first + batch.count, self.blocks.block_size
+        rows = self._rows_behind(batch)
+        if rows is None or not self._takes_chunks(rows):
+            return None
+        growing = self._growing(rows)
+        if sum([self.blocks.blocks_for(end) - len(one.blocks) for one, end in growing]) > self.blocks.num_free:
+            return None
+        decodes = rows.token_source >= 0
+        decoding = list(itertools.compress(rows.sequences, decodes)) if not decodes.all() else rows.sequences
+        if decoding:
+            offers = self.drafters.offers(decoding)
+            if not self.policy.next_is_plain(decoding, offers):
+                return None
+            self.policy.skip_plan(decoding, offers)
+        for sequence, end in growing:
+            self.blocks.allocate(sequence, end)
+        self._begin(int(rows.count.sum()))
+        self._admit()
+        if self._rows:
+            rows.append(Batch.of(list(self._rows.values())))
+        size = self.blocks.block_size
+        return self._end(rows.to_batch(self.blocks), np.flatnonzero(rows.first % size + rows.count >= size).tolist())
+
+    def _rows_behind(self, batch: Batch) -> _Columns | None:
+        """Return the rows that go on behind `batch`, one token each; None where a running sequence has no row."""
+        first = batch.first + batch.count
         limit = np.array([sequence.max_len for sequence in batch.sequences], np.int64)
         going = ~batch.samples | (first + 1 < limit)  # else the unread token is its last
         live = len(batch)
         if batch.changes != self._changes:
             running = np.array([sequence.status is Status.RUNNING for sequence in batch.sequences], np.bool_)
             going, live = going & running, int(running.sum())
-        kept = np.flatnonzero(going)
-        if live < len(self.running) or not len(kept):
+        rows = np.flatnonzero(going)
+        if live < len(self.running) or not len(rows):
             return None
-        token_source = np.where(batch.samples, batch.samples.cumsum() - 1, -1)[kept]
-        sequences = batch.sequences if len(kept) == len(batch) else [batch.sequences[index] for index in kept]
-        first, count, samples = first[kept], np.ones(len(kept), np.int64), token_source >= 0
-        short: list[tuple[Sequence, int]] = []
-        left = self._most_tokens - int(samples.sum())
-        for index in np.flatnonzero(~samples):  # prompts go on by a chunk
-            sequence, at = sequences[index], int(first[index])
-            count[index] = min(len(sequence.tokens) - at, left)
-            left -= int(count[index])
-            end = at + int(count[index])
-            samples[index] = end == len(sequence.tokens)
-            # A drafter may store the last pair of a chunk one slot further.
-            short.append((sequence, end + (not samples[index])))
-        short += [
-            (sequences[index], int(first[index]) + 1)
-            for index in np.flatnonzero((first % size == 0) & (token_source >= 0))
-        ]
-        short = [(sequence, end) for sequence, end in short if len(sequence.blocks) * size < end]
-        drafting = (
-            sequences
-            if len(sequences) == len(batch.sampling)
-            else [sequences[i] for i in np.flatnonzero(token_source >= 0)]
-        )
-        needed = sum([self.blocks.blocks_for(end) - len(sequence.blocks) for sequence, end in short])
-        if not count.all() or needed > self.blocks.num_free or (drafting and not self.policy.next_is_plain(drafting)):
-            return None
-        for sequence, end in short:
-            self.blocks.allocate(sequence, end)
-        req_indices = batch.req_indices[kept]
-        self._begin(int(count.sum()))
-        self._admit()
-        if self._rows:
-            newcomers = Batch.of(list(self._rows.values()))
-            sequences = [*sequences, *newcomers.sequences]
-            first, count = np.append(first, newcomers.first), np.append(count, newcomers.count)
-            samples, req_indices = np.append(samples, newcomers.samples), np.append(req_indices, newcomers.req_indices)
-            token_source = np.append(token_source, np.full(len(newcomers), -1))
-        width = self.blocks.blocks_for(int((first + count).max()))
-        tables = self.blocks.tables_at(req_indices, width)
-        filled = np.flatnonzero(first % size + count >= size).tolist()
-        return self._made(
-            Batch(sequences, first, count, samples, tables, req_indices, token_source=token_source), filled
-        )
+        token_source = np.where(batch.samples, batch.samples.cumsum() - 1, -1)[rows]
+        sequences = batch.sequences if len(rows) == len(batch) else [batch.sequences[row] for row in rows]
+        count = np.ones(len(rows), np.int64)
+        return _Columns(sequences, first[rows], count, token_source >= 0, batch.req_indices[rows], token_source)
 
-    def reserve(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
-        """Rows of a step under way that may draft as far again behind it by one of these methods: (row, nodes).
+    def _takes_chunks(self, rows: _Columns) -> bool:
+        """Give each prompt its next chunk; False where a prompt gets no token of the step."""
+        left = self._most_tokens - int(rows.samples.sum())
+        for row in np.flatnonzero(rows.token_source < 0):
+            length, first = len(rows.sequences[row].tokens), int(rows.first[row])
+            rows.count[row] = count = min(length - first, left)
+            rows.samples[row] = first + count == length
+            left -= count
+        return bool(rows.count.all())
 
-        Their room is taken where enough is left for all, and kept until the next step is scheduled.
-        """
-        going, ends = [], []
-        for index, (method, drafted) in batch.drafts.items():
-            sequence = batch.sequences[index]
-            if method not in methods:
+    def _growing(self, rows: _Columns) -> list[tuple[Sequence, int]]:
+        """Return the sequences that need blocks, and the end of the slots they need."""
+        ends, size = rows.first + rows.count, self.blocks.block_size
+        # A prompt may need one slot more: a drafter stores the last pair of a chunk there.
+        ends += (rows.token_source < 0) & ~rows.samples
+        due = np.flatnonzero((rows.token_source < 0) | (rows.first % size == 0))
+        needs = [(rows.sequences[row], int(ends[row])) for row in due]
+        return [(sequence, end) for sequence, end in needs if len(sequence.blocks) * size < end]
+
+    def reserve(self, batch: Batch, methods: Collection[str]) -> tuple[list[tuple[int, int]], Reserved]:
+        """Return the rows of a step under way, with a number of nodes, that may draft behind it by one of these methods
+        as they do in it; and the slots that these drafts write, which are allocated where enough is left for all."""
+        rows, reserved = [], {}
+        for row, (method, drafted) in batch.drafts.items():
+            sequence = batch.sequences[row]
+            if method not in methods or sequence.status is not Status.RUNNING:
                 continue
             # The step commits one token at least, and the last token of an answer is never drafted.
-            running = sequence.status is Status.RUNNING
-            budget = self._fitting(method, drafted, sequence.remaining - 2) if running else 0
-            end = min(len(sequence.tokens) + drafted + 1 + self._slots_behind(method, budget), sequence.max_len)
+            nodes = self._fitting(method, drafted, sequence.remaining - 2)
+            end = min(len(sequence.tokens) + drafted + 1 + self._slots_behind(method, nodes), sequence.max_len)
             more = self.blocks.blocks_for(end) - len(sequence.blocks)
-            if budget > 0 and self.blocks.num_free - more >= len(self.running):
+            if nodes > 0 and self.blocks.num_free - more >= len(self.running):
                 self.blocks.allocate(sequence, end)
-                ends.append((sequence, end))
-                going.append((index, budget))
-        self._early = Reservation(ends)
-        return going
+                reserved[sequence.key] = end
+                rows.append((row, nodes))
+        return rows, reserved
 
     @property
     def has_spare_blocks(self) -> bool:
@@ -220,13 +224,8 @@ class Scheduler:
         tokens = sum([len(sequence.tokens) - sequence.num_computed for sequence in self.running])
         return SPARE_BLOCKS * len(self.running) + tokens // self.blocks.block_size <= self.blocks.num_free
 
-    def hold(self, batch: Batch) -> Reservation:
-        """Keep the slots of a step under way while blocks of the step before it are given back."""
-        ends = enumerate(zip(batch.sequences, batch.ends.tolist(), strict=True))
-        return Reservation((one, end + 1 + batch.drafts.get(index, (NONE, 0))[1]) for index, (one, end) in ends)
-
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """The sequence leaves and its blocks are free at once; also the way to cancel."""
+        """End a sequence, whether it runs, waits or is cancelled; its blocks are free when this returns."""
         self._changes += 1
         self._looking.pop(sequence.key, None)
         if sequence.status is Status.RUNNING:
@@ -234,64 +233,64 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        if sequence.status is not Status.FINISHED:  # also of one that waits: it may have run before it was preempted
-            self._release(sequence)
+        if sequence.status is not Status.FINISHED:  # also one that waits: it may have run before it was preempted
+            self._leave(sequence)
         self.blocks.free(sequence)
         self._arrival.pop(sequence.key, None)
         sequence.status = Status.FINISHED
 
     def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> SequenceOf[DraftPlan]:
-        """The drafts that are wanted, by sequence."""
+        """Return the plan of each sequence; those without an output token have no draft."""
         decoding = [sequence for sequence in sequences if len(sequence.tokens) > sequence.num_prompt]
+        if not decoding:
+            return [NO_DRAFT] * len(sequences)
         others = min(prompt_tokens, self._most_tokens - len(sequences))
-        choices = self.policy.plan(decoding, others, bool(self.waiting)) if decoding else []
+        plans = self.policy.plan(decoding, self.drafters.offers(decoding), others, bool(self.waiting))
         if len(decoding) == len(sequences):
-            return choices
-        chosen = dict(zip([sequence.key for sequence in decoding], choices, strict=True))
-        return [chosen.get(sequence.key, NO_DRAFT) for sequence in sequences]
+            return plans
+        by_key = dict(zip([sequence.key for sequence in decoding], plans, strict=True))
+        return [by_key.get(sequence.key, NO_DRAFT) for sequence in sequences]
 
     def _begin(self, num_tokens: int = 0) -> None:
-        self._early.release()
         self._rows, self._num_tokens, self._num_drafted = {}, num_tokens, 0
 
-    def _made(self, batch: Batch, filled: list[int]) -> Batch:
+    def _end(self, batch: Batch, filled: list[int]) -> Batch:
         self._rows, batch.changes, batch.filled = {}, self._changes, filled
         return batch
 
-    def _continue(self, sequence: Sequence, promised: int = 0, choice: DraftPlan = NO_DRAFT) -> None:
-        """Give the sequence its row, at younger ones' cost if need be; `promised` tokens are other decodes'."""
+    def _continue(self, sequence: Sequence, promised: int = 0, plan: DraftPlan = NO_DRAFT) -> None:
+        """Schedule a row, preempting younger sequences; keep `promised` tokens for other decodes."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
-        length, first, budget = len(sequence.tokens), sequence.num_computed, choice.max_nodes
+        length, first, nodes = len(sequence.tokens), sequence.num_computed, plan.max_nodes
         left, uncomputed = self._most_tokens - self._num_tokens, length - first
         count = uncomputed if uncomputed < left else left
         if count <= 0:
             return
-        if budget:  # never past what may be committed: the last token comes from the target itself
+        if nodes:  # never past what may be committed: the last token comes from the target itself
             most = left - count - promised, self._draft_cap - self._num_drafted, self._context - length - 1
-            budget = max(min(self._fitting(choice.method, budget, sequence.max_len - length - 1), *most), 0)
-        end = first + count + 1  # one slot more: what the pass commits
-        last = (
-            max(min(end + self._slots_behind(choice.method, budget), sequence.max_len), end + budget) if budget else end
-        )
+            nodes = max(min(self._fitting(plan.method, nodes, sequence.max_len - length - 1), *most), 0)
+        end = last = first + count + 1  # one slot more, for the token that the pass commits
+        if nodes:
+            last = max(min(end + self._slots_behind(plan.method, nodes), sequence.max_len), end + nodes)
         if len(sequence.blocks) * self.blocks.block_size < last:
             more = self.blocks.blocks_for(last) - len(sequence.blocks)
-            if budget and more + promised > self.blocks.num_free:  # the other decodes may need a block each
-                budget, last = 0, end  # rather give up the draft than another's cache
+            if nodes and more + promised > self.blocks.num_free:  # the other decodes may need a block each
+                nodes, last = 0, end  # a draft never preempts
             if not self._make_room(sequence, end):
                 return
             self.blocks.allocate(sequence, last)
-        method = choice.method if budget else NO_DRAFT.method
-        self._rows[sequence.key] = Row(sequence, first, count, count == uncomputed, method, budget)
-        self._num_tokens += count + budget
-        self._num_drafted += budget
+        method = plan.method if nodes else NO_DRAFT.method
+        self._rows[sequence.key] = Row(sequence, first, count, count == uncomputed, method, nodes)
+        self._num_tokens += count + nodes
+        self._num_drafted += nodes
 
     def _fitting(self, method: str, nodes: int, left: int) -> int:
-        """Nodes of a draft that may commit `left` tokens: as many as the draft is deep can come of it."""
+        """Return the nodes of a draft that may commit `left` tokens: a draft commits at most its depth."""
         return nodes if left >= self._depths.get(method, MAX_K) else min(nodes, left)
 
-    def _slots_behind(self, method: str, budget: int) -> int:
-        return max(budget, self._scratch_slots.get(method, 0))
+    def _slots_behind(self, method: str, nodes: int) -> int:
+        return max(nodes, self._scratch_slots.get(method, 0))
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""
@@ -308,7 +307,7 @@ class Scheduler:
             if self._num_tokens >= self._most_tokens or self._waits_for_sibling(sequence):
                 return
             prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
-            # Room for all its tokens, so that it is not preempted at once; alone it always fits.
+            # Blocks for all its tokens, so that it is not preempted at once; alone it always fits.
             needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
             if needed > self.blocks.num_free_after(prefix):
                 return
@@ -321,7 +320,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.take_prefix(sequence, prefix)
         sequence.num_cached = len(prefix) * self.blocks.block_size
-        sequence.num_computed = sequence.num_cached - (1 if self.recompute_last and prefix else 0)
+        sequence.num_computed = sequence.num_cached - (1 if self._recompute_last and prefix else 0)
         if not sequence.num_preemptions:
             sequence.num_cached_prompt = sequence.num_cached
         sequence.status = Status.RUNNING
@@ -330,12 +329,12 @@ class Scheduler:
             self._looking[sequence.key] = sequence
         bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
 
-    def _release(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
         for listener in self._listeners:
             listener.left(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Of n answers to one prompt the first computes it; the others find it in the prefix cache."""
+        """Another answer to the prompt is computing it; this one will find it in the prefix cache."""
         if sequence.params.n == 1 or not self.blocks.prefix_caching:
             return False
         shareable = (sequence.num_prompt - 1) // self.blocks.block_size * self.blocks.block_size
@@ -349,7 +348,7 @@ class Scheduler:
         self._changes += 1
         self._looking.pop(sequence.key, None)
         self.running.remove(sequence)
-        self._release(sequence)
+        self._leave(sequence)
         self.blocks.free(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed = sequence.num_cached = 0

@@ -36,7 +36,6 @@ class StepClock:
         flight: InFlightStep,
         draft_s: Mapping[str, tuple[int, float]],
         drafted_before_s: float,
-        retired: frozenset[str],
     ) -> StepTiming:
         """Return the timing of a step that was just read. `drafted_before_s`: the device drafted that long before the
         step, at the earliest since the step before was read."""
@@ -45,7 +44,7 @@ class StepClock:
             self._started = max(self._started - drafted_before_s, min(read_before, self._started))
         rows = flight.layout.tokens.shape[0]
         self.step_s = self._read_at - self._started
-        return StepTiming(len(flight.batch), rows, self.step_s, draft_s, retired, flight.time_is_typical, flight.ahead)
+        return StepTiming(len(flight.batch), rows, self.step_s, draft_s, flight.time_is_typical, flight.ahead)
 
     def share(self, batch: Batch, result: StepResult, step_s: float, plain_s: float | None) -> None:
         """Add a step that only decoded to the sums. A sequence is in every step from its admission to its end, so its

@@ -11,7 +11,7 @@ from dataclasses import replace
 from paceline.config import AUTO
 from paceline.core.sequence import Sequence
 from paceline.drafters import NONE
-from paceline.engine.policy.interface import DraftPlan, LearnsNothing, wish
+from paceline.engine.policy import DraftPlan, FixedPolicy, wish
 from paceline.outputs import CompletionOutput
 from paceline.prove.report import Row
 from paceline.prove.subject import LENGTHS, Subject, on_engine, patched
@@ -69,16 +69,13 @@ def _compare(subject: Subject, row: Row, prompts: SequenceOf[list[int]], params:
         subject.compare(row, prompt, one, subject.plain(prompt, one), answer)
 
 
-class ChangingPolicy(LearnsNothing):
+class ChangingPolicy(FixedPolicy):
     """Another method and k at every step, by a hash of the committed length: a policy may use committed tokens."""
 
     def __init__(self, methods: SequenceOf[str]) -> None:
         self._choices = [NONE, *[method for method in methods for _ in range(3)]]
 
-    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[DraftPlan]:
-        return [self._choice(sequence) for sequence in sequences]
-
-    def _choice(self, sequence: Sequence) -> DraftPlan:
+    def choose(self, sequence: Sequence) -> DraftPlan:
         if wish(sequence, AUTO, None)[0] == NONE:  # the plain answer to compare with
             return DraftPlan()
         drawn = zlib.crc32(f"{sequence.index} {len(sequence.tokens)}".encode())

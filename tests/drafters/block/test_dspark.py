@@ -20,7 +20,7 @@ from paceline.drafters.block.tree import DEEPER, grow, lattice
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
@@ -39,7 +39,7 @@ from tests.drafters.block.dspark_reference import (
     unary_logits,
 )
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
-from tests.helpers.contract_toys import ByRequest, Choosing, answers, params, run
+from tests.helpers.contract_toys import ByRequest, answers, params, run
 from tests.helpers.tiny import save_tiny
 
 KINDS = {
@@ -120,7 +120,7 @@ def test_logits_and_cache_are_those_of_plain_torch(decoder, kind, own):
     tensors, embedding, chance = random_tensors(config), decoder.embedding.float(), random.Random(5)
     drafter = make(config, tensors, embedding, kernels=decoder.kernels if own else None)
 
-    class NowAndThen(Choosing):
+    class NowAndThen(FixedPolicy):
         def choose(self, sequence):
             return DraftPlan(drafter.name, chance.randint(1, 9)) if chance.random() < 0.6 else DraftPlan()
 

@@ -9,14 +9,14 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.kv_cache import LayerCache
 from paceline.native.library import open_library, runnable_variants
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.block.dspark_reference import drafter_config, make, random_tensors
 from tests.drafters.overfit import tiny_decoder
-from tests.helpers.contract_toys import Choosing, answers, params, run
+from tests.helpers.contract_toys import answers, params, run
 
 CLOSE = 5e-3  # of log probabilities
 
@@ -117,7 +117,7 @@ def test_drafts_of_any_shape_are_those_of_torch(seed, num_blocks):
         for kernels in (NativeKernels(open_library(variant), chance.choice([1, 3])), None)
     )
 
-    class NowAndThen(Choosing):
+    class NowAndThen(FixedPolicy):
         least = chance.choice([0.0, 0.0, 0.02])
 
         def choose(self, sequence):

@@ -21,13 +21,13 @@ from paceline.drafters.eagle.tree import BELOW, DEPTH, TreeShape, grow, width_of
 from paceline.drafters.method_names import drafter_specs
 from paceline.drafters.methods import EAGLE, EAGLE3, METHODS
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.plan import slots_of
 from tests.cuda.test_cuda import CONFIG, PROMPTS
 from tests.drafters.eagle.eagles import Reference, config_for, drafter_of, overfit, random_tensors
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
-from tests.helpers.contract_toys import ByRequest, Choosing, params, run
+from tests.helpers.contract_toys import ByRequest, params, run
 
 LAYERS = (0, 1, 2)  # of the tiny target, which has two
 KINDS = {
@@ -62,7 +62,7 @@ def make(kind, decoder, tensors=None, **options):
     return drafter, Reference(config, tensors, decoder.embedding, decoder.embedding)
 
 
-class NowAndThen(Choosing):
+class NowAndThen(FixedPolicy):
     """Plain steps in between, with which a drafter has to catch up."""
 
     def __init__(self, name, nodes):

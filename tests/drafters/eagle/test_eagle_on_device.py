@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
 from tests.cuda.test_cuda import PROMPTS
 from tests.drafters.eagle.eagles import fitted
 from tests.drafters.overfit import taps_of, tiny_decoder

@@ -17,7 +17,7 @@ from paceline.drafters.heads.checkpoint import MedusaHead, load_heads, save_head
 from paceline.drafters.heads.medusa import FIRST, LATER, MOST_ROWS, MedusaDrafter, Tree
 from paceline.drafters.methods import MEDUSA, METHODS
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for

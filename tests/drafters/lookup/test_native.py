@@ -323,7 +323,7 @@ def test_all_are_looked_up_at_once_and_once(method, native, monkeypatch):
 @pytest.mark.parametrize(("method", "k"), [("suffix", 3), ("auto", 3), ("suffix", None), ("auto", None)])
 def test_the_policy_has_all_looked_up_at_once(method, k, monkeypatch):
     drafters = [pair(name)[0] for name in ("ngram", "suffix")]
-    engine = make_engine(drafters, policy=AdaptivePolicy(drafters, method, k))
+    engine = make_engine(drafters, policy=AdaptivePolicy(method, k))
     asked = []
     find = drafters[1].backend.find
     monkeypatch.setattr(drafters[1].backend, "find", lambda states: (asked.append(len(states)), find(states)))

@@ -15,7 +15,7 @@ from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.lookup.index import DEPTH, END
 from paceline.drafters.lookup.suffix import SuffixDrafter
 from paceline.drafters.lookup.tree import INSERTED, LEVEL_STEPS, SUBSTITUTED
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
 from paceline.testing import toy_config
 from tests.helpers.toys import greedy_periodic, propose, run_engine, sequence_of, thread_seconds
 

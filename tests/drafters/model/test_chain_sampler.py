@@ -13,7 +13,7 @@ from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, DrafterContext
 from paceline.drafters.model.chain_sampler import ChainSampler, SampledChains, SamplingGraphs
 from paceline.drafters.model.draft_model import DraftModelDrafter
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan
 from paceline.testing import toy_config
 from paceline.verify import pick_weighted
 from tests.helpers.contract_toys import (
@@ -299,8 +299,8 @@ class Wavering(ByRequest):
         super().__init__({}, DraftPlan())
         self.methods, self.noise = methods, random.Random(seed)
 
-    def plan(self, sequences, other_rows, others_wait):
-        return [DraftPlan(self.noise.choice(self.methods), self.noise.randint(0, 6)) for _ in sequences]
+    def choose(self, sequence):
+        return DraftPlan(self.noise.choice(self.methods), self.noise.randint(0, 6))
 
 
 @pytest.mark.parametrize("seed", range(4))

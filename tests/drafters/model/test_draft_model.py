@@ -15,7 +15,7 @@ from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.model import by_passes
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy.interface import DraftPlan
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.errors import InvalidParameter, ModelNotFound
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
@@ -27,7 +27,6 @@ from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.helpers.contract_toys import (
     VOCAB,
     ByRequest,
-    Choosing,
     FunctionModel,
     Stumbling,
     contrary,
@@ -299,7 +298,7 @@ def test_after_every_step_both_caches_are_those_of_a_fresh_prefill_to_the_bit(ti
     model = Stumbling(target, errs) if own else load_model(tiny[1], threads=1).decoder
     drafter = DraftModelDrafter(model, catch_up=24)
 
-    class NowAndThen(Choosing):
+    class NowAndThen(FixedPolicy):
         def choose(self, sequence):
             return DraftPlan("draft-model", chance.randint(1, 5)) if chance.random() < 0.7 else DraftPlan()
 

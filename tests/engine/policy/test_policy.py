@@ -12,17 +12,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.config import NONE, SpeculationConfig
+from paceline.config import NONE, TRAINED_LEVEL, SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters.base import TRAINED_LEVEL, HostDrafter
+from paceline.drafters.base import HostDrafter
 from paceline.drafters.speculative_config import read
 from paceline.engine.batch import StepTiming
+from paceline.engine.block_manager import BlockManager
+from paceline.engine.drafter_set import DrafterSet
+from paceline.engine.policy import DEEPEST, DraftPlan
 from paceline.engine.policy.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, WORST, AdaptivePolicy
 from paceline.engine.policy.costs import GRID, DraftTimes, StepTimes
 from paceline.engine.policy.guard import CREDIT, LEAST_LOSS, Guard
-from paceline.engine.policy.interface import DEEPEST, DraftPlan
 from paceline.engine.policy.priors import CPU, GPU
-from paceline.engine.policy.survival import Acceptance
+from paceline.engine.policy.survival import SurvivalTable
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
 from tests.helpers.contract_toys import make_drafter, make_engine, params, plain, prompt_of
@@ -99,10 +101,26 @@ def seconds_of(curve, rows):
     return 0.02 * (float(np.interp(rows, at, times)) + beyond)
 
 
-def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=False, retired=frozenset(), noise=None):
+def offers_of(drafters, sequences, retired=()):
+    drafter_set = DrafterSet(drafters, 100, BlockManager(1, 1))
+    drafter_set.retire(retired)
+    return drafter_set.offers(sequences)
+
+
+def plan(policy, drafters, sequences, other_rows=0):
+    return policy.plan(sequences, offers_of(drafters, sequences), other_rows, False)
+
+
+def two_plans(policy, drafters, sequences):
+    """One of them may be plain but for what is fixed."""
+    return [plan(policy, drafters, sequences) for _ in range(2)]
+
+
+def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=False, retired=(), noise=None):
     """One step, by `seconds(sequences, nodes, ahead)`: (tokens committed, its time, choices)."""
     by_name = {drafter.name: drafter for drafter in drafters}
-    choices = [DraftPlan()] * len(sequences) if resting else policy.plan(sequences, 0, others_wait)
+    offers = offers_of(drafters, sequences, retired)
+    choices = [DraftPlan()] * len(sequences) if resting else policy.plan(sequences, offers, 0, others_wait)
     policy.learn()
     outputs, drafting = [], {}
     for one, choice in zip(sequences, choices, strict=True):
@@ -119,9 +137,7 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
     taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
     reported = taken * noise.uniform(0.9, 1.1) if noise else taken
     rows = len(sequences) + nodes
-    policy.observe(
-        result_of(outputs), StepTiming(len(sequences), rows, reported, drafting, retired=retired, ahead=resting)
-    )
+    policy.observe(result_of(outputs), StepTiming(len(sequences), rows, reported, drafting, ahead=resting))
     return sum(len(output.tokens) for output in outputs), taken, choices
 
 
@@ -154,7 +170,7 @@ def best_fixed(alpha, curve, num_sequences):
 def test_auto_is_within_five_per_cent_of_the_best_fixed_k(curve, alpha, num_sequences):
     drafter = Lookup("g", alpha)
     floor, best = best_fixed(alpha, curve, num_sequences)
-    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}") for i in range(num_sequences)]
+    policy, sequences = AdaptivePolicy("auto"), [sequence(f"s{i}") for i in range(num_sequences)]
     assert simulate(policy, [drafter], curve, sequences, 500) > 0.94 * floor, "not even while it learns"
     rate = simulate(policy, [drafter], curve, sequences, 1500)
     assert rate > 0.97 * floor
@@ -178,7 +194,9 @@ def on_a_device(policy, drafter, sequences, steps, arriving=None):
             policy.forget(sequences[turn % len(sequences)])
             sequences[turn % len(sequences)] = sequence(f"new{turn}")
         said, taken, choices = step(policy, [drafter], sequences, seconds, resting=resting)
-        resting = policy.next_is_plain(sequences)
+        resting = policy.next_is_plain(sequences, offers_of([drafter], sequences))
+        if resting:
+            policy.skip_plan(sequences, offers_of([drafter], sequences))
         tokens, clock = tokens + said, clock + taken
         planned.append(choices)
     return tokens / clock, planned
@@ -188,7 +206,7 @@ def on_a_device(policy, drafter, sequences, steps, arriving=None):
 @pytest.mark.parametrize("num_sequences", [1, 4, 16, 64, 128])
 def test_on_a_device_a_cold_policy_costs_next_to_nothing_and_gets_what_the_best_fixed_k_gets(alpha, num_sequences):
     model = Model("model", alpha, seconds=0.0007 if num_sequences <= 16 else 0.001)
-    policy = AdaptivePolicy([model], "auto", prior=DEVICE)
+    policy = AdaptivePolicy("auto", prior=DEVICE)
     sequences = [sequence(f"s{i}") for i in range(num_sequences)]
     rates = []
     for k in [k for k in range(DEEPEST + 1) if num_sequences * (1 + k) <= 1024]:
@@ -205,7 +223,7 @@ def test_on_a_device_a_cold_policy_costs_next_to_nothing_and_gets_what_the_best_
 
 def test_a_method_is_tried_for_a_few_of_many_sequences_and_in_few_steps():
     model = Model("model", 0.05, seconds=0.001)
-    policy, sequences = AdaptivePolicy([model], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(128)]
+    policy, sequences = AdaptivePolicy("auto", prior=DEVICE), [sequence(f"s{i}") for i in range(128)]
     _, planned = on_a_device(policy, model, sequences, 100)
     drafted = [sum(choice.max_nodes > 0 for choice in choices) for choices in planned]
     assert 0 < max(drafted) <= TRIAL_ROWS
@@ -215,7 +233,7 @@ def test_a_method_is_tried_for_a_few_of_many_sequences_and_in_few_steps():
 def test_new_sequences_among_many_do_not_end_every_pause():
     """In every third step one of 128 answers ends and another begins: a step that is planned is not launched ahead."""
     model = Model("model", 0.05, seconds=0.001)
-    policy, sequences = AdaptivePolicy([model], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(128)]
+    policy, sequences = AdaptivePolicy("auto", prior=DEVICE), [sequence(f"s{i}") for i in range(128)]
     on_a_device(policy, model, sequences, 60)
     rate, _ = on_a_device(policy, model, sequences, 300, arriving=3)
     assert rate > 0.97 * 128 / (1e-3 * H200_MS[128])
@@ -224,7 +242,7 @@ def test_new_sequences_among_many_do_not_end_every_pause():
 @pytest.mark.parametrize("size", [4, 16, 32])
 def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole(size):
     drafter = Uneven({f"{j}-{i}/0" for j in range(6) for i in range(0, size, 4)})
-    policy, clock = AdaptivePolicy([drafter], "auto"), 0.0
+    policy, clock = AdaptivePolicy("auto"), 0.0
 
     def seconds(count, nodes, _):
         return seconds_of(ON_TWO_CORES, count + nodes) + (0.0004 + 0.00008 * nodes if nodes else 0.0)
@@ -237,6 +255,15 @@ def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole
     assert clock < 1.02 * 6 * 128 * seconds(size, 0, False)
 
 
+def paused_steps(guard, num_sequences):
+    """The steps of the pause under way, all of which are counted."""
+    steps = 0
+    while guard.is_paused(num_sequences):
+        guard.tick(num_sequences)
+        steps += 1
+    return steps
+
+
 def test_the_guard_seldom_stops_what_pays_and_soon_what_no_longer_does():
     """Steps save 0.3 plain ones on average, with the spread of drafts that are accepted or not; then they lose 0.3."""
     stopped, steps = 0, []
@@ -244,11 +271,10 @@ def test_the_guard_seldom_stops_what_pays_and_soon_what_no_longer_does():
         guard, rng = Guard(), random.Random(seed)
         for _ in range(1000):
             guard.note(1, 0.3 + rng.gauss(0, 1.3))
-            stopped += guard.pauses(1)
-            while guard.pauses(1):
-                pass
+            stopped += guard.is_paused(1)
+            paused_steps(guard, 1)
         steps.append(0)
-        while not guard.pauses(1):
+        while not guard.is_paused(1):
             guard.note(1, -0.3 + rng.gauss(0, 1.3))
             steps[-1] += 1
     assert stopped <= 20, "once in a thousand steps"  # without credit some 180
@@ -260,39 +286,37 @@ def test_steps_planned_before_a_pause_do_not_make_it_longer():
     guard = Guard()
     for _ in range(8):
         guard.note(16, WORST)
-    assert sum(guard.pauses(16) for _ in range(9999)) == 64
+    assert paused_steps(guard, 16) == 64
     for _ in range(2):
         guard.note(16, WORST)
-    assert sum(guard.pauses(16) for _ in range(9999)) == 128
+    assert paused_steps(guard, 16) == 128
 
 
 def test_the_guard_stops_what_loses_and_tries_again_after_a_doubling_pause():
     guard, pauses = Guard(), []
     for _ in range(3):
-        while not guard.pauses(64):
+        while not guard.is_paused(64):
             guard.note(64, -0.7)
-        pauses.append(1)
-        while guard.pauses(64):
-            pauses[-1] += 1
+        pauses.append(paused_steps(guard, 64))
     assert pauses == [2 * 64, 4 * 64, 8 * 64], "twice its sequences at first"
-    assert not guard.pauses(1), "a batch of another size is another matter"
+    assert not guard.is_paused(1), "a batch of another size is another matter"
     guard.note(64, WORST)
-    assert not guard.pauses(64), "one step is not enough, however slow"
+    assert not guard.is_paused(64), "one step is not enough, however slow"
     for _ in range(20):
         guard.note(64, LEAST_LOSS)
     slow = 0
-    while not guard.pauses(64):
+    while not guard.is_paused(64):
         guard.note(64, WORST)
         slow += 1
     assert slow == 1 + (1 + CREDIT) * LEAST_LOSS / -WORST, "some of what was won may be lost again, not all of it"
-    assert sum(guard.pauses(64) for _ in range(9999)) == 2 * 64 - 1, "having won as much back, it is forgiven"
+    assert paused_steps(guard, 64) == 2 * 64, "having won as much back, it is forgiven"
 
 
 def test_a_plan_that_promises_more_than_it_brings_is_stopped():
     """Lookups that are right in every eighth step only, all at once: their record is better than their worth."""
     drafter = Lookup("g", 1.0, seconds=0.06)
-    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}") for i in range(8)]
-    policy._draft_times.line = lambda *_: (0.0, 0.0)  # the cost table is wrong, and stays so
+    policy, sequences = AdaptivePolicy("auto"), [sequence(f"s{i}") for i in range(8)]
+    policy.tables.draft_times.line = lambda *_: (0.0, 0.0)  # the cost table is wrong, and stays so
     drafter.accepted = lambda one, budget: budget if len(one.tokens) % 8 == 0 else 0
     floor = 8 / seconds_of(STEEP, 8)
     assert simulate(policy, [drafter], STEEP, sequences, 3000) > 0.93 * floor
@@ -300,7 +324,7 @@ def test_a_plan_that_promises_more_than_it_brings_is_stopped():
 
 def test_a_costly_model_that_guesses_badly_is_left_alone_and_a_good_one_found_again():
     dear = Model("dear", 0.2, seconds=0.01)
-    policy, one = AdaptivePolicy([dear], "auto"), [sequence("s")]
+    policy, one = AdaptivePolicy("auto"), [sequence("s")]
     floor = 1 / seconds_of(FLAT, 1)
     simulate(policy, [dear], FLAT, one, 200)
     assert simulate(policy, [dear], FLAT, one, 1000) > 0.97 * floor
@@ -311,7 +335,7 @@ def test_a_costly_model_that_guesses_badly_is_left_alone_and_a_good_one_found_ag
 
 def test_a_method_whose_acceptance_fell_is_measured_again_and_found_again():
     changing = Model("changing", 0.9, seconds=0.001)
-    policy, one = AdaptivePolicy([changing], "auto"), [sequence("s")]
+    policy, one = AdaptivePolicy("auto"), [sequence("s")]
     floor = 1 / seconds_of(FLAT, 1)
     good = simulate(policy, [changing], FLAT, one, 400)
     assert good > 2 * floor
@@ -330,7 +354,7 @@ def test_a_method_whose_acceptance_fell_is_measured_again_and_found_again():
 
 def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
     good, bad = Lookup("good", 0.9), Lookup("bad", 0.3, level=3)
-    policy = AdaptivePolicy([bad, good], "auto")
+    policy = AdaptivePolicy("auto")
     mixed = [
         sequence("a"),
         sequence("b", speculation="none"),
@@ -339,7 +363,7 @@ def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
         sequence("e", speculation="good"),
     ]
     simulate(policy, [good, bad], FLAT, mixed, 300)
-    plans = [policy.plan(mixed, 0, False) for _ in range(2)]  # one may be plain but for what is fixed
+    plans = two_plans(policy, [bad, good], mixed)
     for _, off, fixed, surest, _ in plans:
         assert (off, fixed, surest) == (DraftPlan(), DraftPlan("bad", 3), DraftPlan("good", 5))
     mine, *_, named = max(plans, key=lambda choices: choices[0].max_nodes)
@@ -350,43 +374,49 @@ def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
 
 def test_rows_that_ask_for_different_methods_draft_in_one_step():
     both = [Lookup("one", 0.9), Lookup("other", 0.9), Lookup("silent", 0.9, level=0)]
-    policy = AdaptivePolicy(both, "auto")
+    policy = AdaptivePolicy("auto")
     mixed = [sequence(f"s{i}", speculation=wish) for i, wish in enumerate(["one", "other", "one", "other", "silent"])]
     simulate(policy, both, FLAT, mixed, 200)
-    plans = [policy.plan(mixed, 0, False) for _ in range(2)]
+    plans = two_plans(policy, both, mixed)
     choices = max(plans, key=lambda choices: choices[0].max_nodes)
     assert [choice.method for choice in choices] == ["one", "other", "one", "other", "none"]
     assert all(choice.max_nodes >= 3 for choice in choices[:4])
     for one in mixed[1:4]:
         one.params = mixed[4].params
-    plans = [policy.plan(mixed, 0, False) for _ in range(2)]
+    plans = two_plans(policy, both, mixed)
     assert max(choices[0].max_nodes for choices in plans) >= 3, "whatever the others find"
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_better_method_drafts_whichever_is_asked_first(order):
     both = [Lookup("good", 0.95), Lookup("bad", 0.2)]
-    policy, alone, one = AdaptivePolicy(both[::order], "auto"), AdaptivePolicy(both[:1], "auto"), [sequence("a")]
+    policy, alone, one = AdaptivePolicy("auto"), AdaptivePolicy("auto"), [sequence("a")]
     for each in (policy, alone):
         simulate(each, both, FLAT, one, 300)
     assert simulate(policy, both, FLAT, one, 300) > 0.95 * simulate(alone, both, FLAT, one, 300)
 
 
 def test_budgets_never_pass_what_may_be_committed():
-    policy, short = AdaptivePolicy([Lookup("g", 0.95)], "g", 8), sequence("s")
+    drafters, policy, short = [Lookup("g", 0.95)], AdaptivePolicy("g", 8), sequence("s")
     short.max_len = len(short.tokens) + 3
-    assert policy.plan([short], 0, False) == [DraftPlan("g", 2)]
+    assert plan(policy, drafters, [short]) == [DraftPlan("g", 2)]
     short.max_len = len(short.tokens) + 1
-    assert policy.plan([short], 0, False) == [DraftPlan()]
+    assert plan(policy, drafters, [short]) == [DraftPlan()]
 
 
 def test_requests_without_speculation_let_the_policy_rest():
-    policy, fixed = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("k", speculation={"k": 2})
+    drafters = [Lookup("g", 0.9)]
+
+    def rests(*sequences):
+        return policy.next_is_plain(sequences, offers_of(drafters, sequences))
+
+    policy, fixed = AdaptivePolicy("auto"), sequence("k", speculation={"k": 2})
     off = [sequence("a", speculation="none"), sequence("b", speculation="none")]
-    assert policy.next_is_plain(off)
-    assert not policy.next_is_plain([*off, sequence("c")])
-    assert not policy.next_is_plain([*off, fixed])
-    assert AdaptivePolicy([]).next_is_plain([sequence("c")])
+    assert rests(*off)
+    assert not rests(*off, sequence("c"))
+    assert not rests(*off, fixed)
+    drafters.clear()
+    assert rests(sequence("c"))
 
 
 # -- methods
@@ -399,16 +429,16 @@ class Narrow(Lookup):
 @pytest.mark.parametrize("many", [2, 12])
 def test_a_method_that_is_chosen_by_name_drafts_for_requests_that_name_it_alone(many):
     both = [Narrow("narrow", 0.9), Lookup("wide", 0.8)]
-    policy = AdaptivePolicy(both, "auto")
+    policy = AdaptivePolicy("auto")
     mixed = [*(sequence(f"s{i}") for i in range(many)), sequence("n", speculation="narrow")]
     simulate(policy, both, FLAT, mixed, 100)
-    methods = [choice.method for choice in max(policy.plan(mixed, 0, False), policy.plan(mixed, 0, False), key=str)]
+    methods = [choice.method for choice in max(two_plans(policy, both, mixed), key=str)]
     assert methods == ["wide"] * many + ["narrow"]
 
 
 def test_ngram_takes_nothing_in_until_a_request_names_it():
     ngram, suffix = make_drafter("ngram"), make_drafter("suffix")
-    engine = make_engine([ngram, suffix], policy=AdaptivePolicy([ngram, suffix], "auto"))
+    engine = make_engine([ngram, suffix], policy=AdaptivePolicy("auto"))
     request = (0, "a", prompt_of(0, 9), params(max_tokens=30))
     (first,) = engine.add_request(*request[1:])
     engine.step()
@@ -433,31 +463,34 @@ def test_a_drafter_that_cannot_answer_warns_once_and_silences_no_other_row(caplo
         def level(self, one):
             return 4 if one is not sequences[1] else 1 // 0
 
-    policy = AdaptivePolicy([Partly("g", 0.9)], "g", 3)
+    policy, drafters = AdaptivePolicy("g", 3), DrafterSet([Partly("g", 0.9)], 100, BlockManager(1, 1))
     for _ in range(3):
-        assert policy.plan(sequences, 0, False) == [DraftPlan("g", 3), DraftPlan(), DraftPlan("g", 3)]
+        assert policy.plan(sequences, drafters.offers(sequences), 0, False) == [
+            DraftPlan("g", 3),
+            DraftPlan(),
+            DraftPlan("g", 3),
+        ]
     assert len([record for record in caplog.records if "failed to say" in record.message]) == 2, "one for each cause"
 
 
 def test_the_first_tokens_of_an_answer_do_not_wait_for_a_model_that_must_read_the_prompt():
     model, new = Model("model", 0.9), sequence("s")
     model.unread_tokens = lambda sequence: 4000
-    policy = AdaptivePolicy([model], "model", 4)
+    policy = AdaptivePolicy("model", 4)
     del new.tokens[2:]
-    assert policy.plan([new], 0, False) == [DraftPlan()]
+    assert plan(policy, [model], [new]) == [DraftPlan()]
     new.tokens.append(1)
-    assert policy.plan([new], 0, False) == [DraftPlan("model", 4)]
+    assert plan(policy, [model], [new]) == [DraftPlan("model", 4)]
 
 
 def test_many_sequences_where_nothing_pays_are_seldom_looked_at():
     drafter = Lookup("g", 0.05, level=2)
-    policy, many = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}") for i in range(64)]
+    policy, many = AdaptivePolicy("auto"), [sequence(f"s{i}") for i in range(64)]
     simulate(policy, [drafter], STEEP, many, 200)
     drafter.asked.clear()
     simulate(policy, [drafter], STEEP, many, 256)
     assert 64 * 2 <= len(drafter.asked) <= 64 * 8, "but they are"
-    policy.plan([*many, sequence("new")], 0, False)
-    policy.plan([*many, sequence("new")], 0, False)  # one may be a plain step
+    two_plans(policy, [drafter], [*many, sequence("new")])
     assert "new/0" in drafter.asked, "and a new one at once"
 
 
@@ -466,7 +499,7 @@ def test_many_sequences_where_nothing_pays_are_seldom_looked_at():
 
 def test_acceptance_is_counted_by_depth_and_not_by_nodes():
     """A tree of 8 nodes and depth 2, wholly accepted, is no miss at depth 3."""
-    acceptance = Acceptance()
+    acceptance = SurvivalTable()
     before = acceptance.survival("m", False, 4)
     for _ in range(60):
         acceptance.note("m", False, 4, depth=2, accepted=2)
@@ -483,11 +516,11 @@ def test_acceptance_is_counted_by_depth_and_not_by_nodes():
 def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
     """The next plan may come before the lesson; and the tokens drafted are not looked at."""
     lookup, noted = Lookup("lookup", 0.9), []
-    policy, one = AdaptivePolicy([lookup], "lookup", 2), sequence("s")
-    policy._acceptance.note = lambda method, sampled, level, depth, accepted: noted.append((level, depth))
+    policy, one = AdaptivePolicy("lookup", 2), sequence("s")
+    policy.tables.survival.note = lambda method, sampled, level, depth, accepted: noted.append((level, depth))
     for level in (4, 9):
         lookup._evidence = level
-        assert policy.plan([one], 0, False) == [DraftPlan("lookup", 2)]
+        assert plan(policy, [lookup], [one]) == [DraftPlan("lookup", 2)]
         policy.learn()
         policy.observe(result_of([ResultRow(one, [1], False, "lookup", 3, 0, 2)]), StepTiming(1, 4, 0.02, {}))
     policy.learn()
@@ -495,7 +528,7 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
 
 
 def test_a_model_whose_first_drafts_held_is_trusted_further_ahead_at_once():
-    acceptance = Acceptance()
+    acceptance = SurvivalTable()
     before = {level: acceptance.survival("m", False, level) for level in (2, TRAINED_LEVEL)}
     for level in before:
         acceptance.note("m", False, level, depth=8, accepted=8)
@@ -519,11 +552,11 @@ def test_a_machine_steeper_than_its_prior_is_known_after_a_few_steps_of_any_size
 
 def test_a_machine_whose_passes_are_cheaper_than_the_prior_says_is_found_out():
     drafter, many = Lookup("g", 0.95), [sequence(f"s{i}") for i in range(8)]
-    policy = AdaptivePolicy([drafter], "auto")
+    policy = AdaptivePolicy("auto")
     first = simulate(policy, [drafter], FLAT, many, 20)
     simulate(policy, [drafter], FLAT, many, 600)
     assert simulate(policy, [drafter], FLAT, many, 400) > max(1.3 * first, 0.9 * best_fixed(0.95, FLAT, 8)[1])
-    assert StepTimes(CPU).seconds(72) > 2 * policy._times[False].seconds_with(8, 64)[-1] / 0.02
+    assert StepTimes(CPU).seconds(72) > 2 * policy.tables.step_times[False].seconds_with(8, 64)[-1] / 0.02
 
 
 def test_costs_follow_the_machine_and_keep_their_shape():
@@ -555,7 +588,7 @@ def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
 
 
 def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
-    policy, one = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("s")
+    policy, one = AdaptivePolicy("auto"), sequence("s")
     output = ResultRow(one, [1], False)
     policy.observe(result_of([output]), StepTiming(1, 1, 9.0, {}, time_is_typical=False))
     policy.learn()
@@ -567,29 +600,29 @@ def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
 
 def test_prompts_beside_them_do_not_make_drafts_longer():
     model, sequences = Model("model", 0.8, seconds=0.0005), [sequence(f"s{i}") for i in range(8)]
-    policy = AdaptivePolicy([model], "auto", prior=DEVICE)
+    policy = AdaptivePolicy("auto", prior=DEVICE)
     on_a_device(policy, model, sequences, 60)
-    policy.plan(sequences, 0, False)
-    alone, beside = policy.plan(sequences, 0, False), policy.plan(sequences, 900, False)
+    plan(policy, [model], sequences)
+    alone, beside = plan(policy, [model], sequences), plan(policy, [model], sequences, 900)
     assert 0 < max(choice.max_nodes for choice in beside) <= max(choice.max_nodes for choice in alone) + 1
 
 
 def test_prompts_beside_them_do_not_make_drafts_cheaper():
     drafter, sequences = Lookup("g", 0.5), [sequence(f"s{i}") for i in range(16)]
-    policy = AdaptivePolicy([drafter], "auto")
+    policy = AdaptivePolicy("auto")
     for _ in range(30):  # a machine whose drafted steps take a little less than they should beside its plain ones
-        policy._times[False].observe(16, 0.1, drafted=False)
-        policy._times[False].observe(17, 0.095, drafted=True)
-    policy.plan(sequences, 0, False)
+        policy.tables.step_times[False].observe(16, 0.1, drafted=False)
+        policy.tables.step_times[False].observe(17, 0.095, drafted=True)
+    plan(policy, [drafter], sequences)
     alone = policy.expected_gain
-    policy.plan([sequence(f"t{i}") for i in range(16)], 400, False)
+    plan(policy, [drafter], [sequence(f"t{i}") for i in range(16)], 400)
     assert policy.expected_gain <= 1.1 * alone
 
 
 def test_sequences_that_ended_are_forgotten():
     drafter = Lookup("g", 0.9)
     policy, sequences = (
-        AdaptivePolicy([drafter], "auto"),
+        AdaptivePolicy("auto"),
         [sequence(f"s{i}", remaining=40, wait_group="j") for i in range(3)],
     )
     live = sequences
@@ -597,8 +630,8 @@ def test_sequences_that_ended_are_forgotten():
         step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
         live = [one for one in live if one.remaining]
     policy.learn()
-    assert not policy._job_values._pace
-    assert not policy._looked_at
+    assert not policy.tables.pace
+    assert not policy.backoff.seen
 
 
 # -- between runs
@@ -606,11 +639,11 @@ def test_sequences_that_ended_are_forgotten():
 
 def test_what_was_learnt_survives_a_restart_and_a_broken_state_changes_nothing():
     drafter, fresh = Lookup("g", 0.9), [sequence("t")]
-    policy, again = AdaptivePolicy([drafter], "auto"), AdaptivePolicy([drafter], "auto")
+    policy, again = AdaptivePolicy("auto"), AdaptivePolicy("auto")
     simulate(policy, [drafter], FLAT, [sequence("s")], 500)
     state = json.loads(json.dumps(policy.state()))
     again.load(state)
-    assert again.plan(fresh, 0, False)[0].max_nodes >= 4, "a one-shot request does not start cold"
+    assert plan(again, [drafter], fresh)[0].max_nodes >= 4, "a one-shot request does not start cold"
     assert again.state()["acceptance"] == state["acceptance"]
     (greedy, sampled), record, drafts = state["steps"], state["acceptance"][0], state["drafts"]
     for broken in (
@@ -625,12 +658,12 @@ def test_what_was_learnt_survives_a_restart_and_a_broken_state_changes_nothing()
     ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             again.load(broken)
-    assert again.plan(fresh, 0, False)[0].max_nodes >= 4
+    assert plan(again, [drafter], fresh)[0].max_nodes >= 4
 
 
 def test_expected_gain_is_what_the_formula_promises():
     drafter, one = Lookup("g", 0.95), [sequence("s")]
-    policy = AdaptivePolicy([drafter], "auto")
+    policy = AdaptivePolicy("auto")
     assert policy.expected_gain is None
     simulate(policy, [drafter], FLAT, one, 300)
     floor, best = best_fixed(0.95, FLAT, 1)
@@ -682,7 +715,7 @@ class DraftShape(Model):
 
 def tree_step(policy, drafter, sequences, curve):
     """One step: (tokens it brings on average, its time, nodes by sequence)."""
-    choices = policy.plan(sequences, 0, False)
+    choices = plan(policy, [drafter], sequences)
     policy.learn()
     outputs, paths = [], []
     for one, choice in zip(sequences, choices, strict=True):
@@ -707,7 +740,7 @@ def test_trees_get_the_nodes_that_pay(curve, count):
     for seed in range(6):
         drafter = DraftShape(seconds=0.004, seed=seed)
         prior = GPU if curve is FLAT else CPU
-        policy, sequences = AdaptivePolicy([drafter], "trees", None, prior), [sequence(str(at)) for at in range(count)]
+        policy, sequences = AdaptivePolicy("trees", None, prior), [sequence(str(at)) for at in range(count)]
         for _ in range(150):
             tree_step(policy, drafter, sequences, curve)
         for _ in range(250):
@@ -725,9 +758,9 @@ def test_trees_get_the_nodes_that_pay(curve, count):
 def test_nodes_that_a_drafter_leaves_out_cost_nothing():
     """Where a drafter knows when it is right, many nodes are asked for and few are drafted."""
     drafter, answer, rng = DraftShape(seconds=0.004), sequence("a"), random.Random(2)
-    policy, tokens, clock, asked, drafted, plain_s = AdaptivePolicy([drafter], "trees", None, CPU), 0, 0.0, [], [], 0.0
+    policy, tokens, clock, asked, drafted, plain_s = AdaptivePolicy("trees", None, CPU), 0, 0.0, [], [], 0.0
     for step_number in range(500):
-        (choice,) = policy.plan([answer], 0, False)
+        (choice,) = plan(policy, [drafter], [answer])
         policy.learn()
         likely = [0.95] * 8 if rng.random() < 0.5 else [0.02] * 8
         kept = (
@@ -754,12 +787,12 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
 
 def test_a_method_that_loses_does_not_stop_the_others():
     slow, lookup = Model("slow", 0.1, seconds=0.02), Lookup("lookup", 0.9)
-    policy, answer = AdaptivePolicy([slow, lookup], "auto"), sequence("a")
+    policy, answer = AdaptivePolicy("auto"), sequence("a")
     for _ in range(40):
-        policy._guards["slow"].note(1, -1.0)
+        policy.guards["slow"].note(1, -1.0)
     choices = []
     for _ in range(20):
-        choices += policy.plan([answer], 0, False)
+        choices += plan(policy, [slow, lookup], [answer])
         policy.learn()
         outputs = result_of([ResultRow(answer, [1], False)])
         policy.observe(outputs, StepTiming(1, 1, 0.02, {}))
@@ -769,7 +802,7 @@ def test_a_method_that_loses_does_not_stop_the_others():
 def test_a_few_unlucky_trees_do_not_end_drafting():
     """Nodes of a tree are accepted together or not at all: four trees that bring nothing are four misses, not sixty."""
     drafter, answer = DraftShape(seconds=0.0065), sequence("a")
-    policy = AdaptivePolicy([drafter], "trees", None, GPU)
+    policy = AdaptivePolicy("trees", None, GPU)
     shares, drafter.shares = drafter.shares, np.zeros(64)
     unlucky = 0
     while unlucky < 4:
@@ -782,9 +815,9 @@ def test_a_few_unlucky_trees_do_not_end_drafting():
 def test_a_draft_that_once_took_long_is_timed_again():
     """Something else ran on the machine just then. Draft after draft is given up, so nothing but time can tell."""
     drafter, answer = DraftShape(seconds=0.0065), sequence("a")
-    policy = AdaptivePolicy([drafter], "trees", None, GPU)
+    policy = AdaptivePolicy("trees", None, GPU)
     drafter.seconds = 0.5
-    while all(tree_step(policy, drafter, [answer], FLAT)[2]) or policy._steps < 8:
+    while all(tree_step(policy, drafter, [answer], FLAT)[2]) or policy.num_steps < 8:
         pass
     drafter.seconds = 0.0065
     drafted = [bool(tree_step(policy, drafter, [answer], FLAT)[2][0]) for _ in range(8 * FADE_EVERY)]
@@ -793,12 +826,12 @@ def test_a_draft_that_once_took_long_is_timed_again():
 
 def test_what_is_known_of_trees_is_kept_between_runs():
     drafter = DraftShape(seconds=0.004)
-    policy = AdaptivePolicy([drafter], "trees")
+    policy = AdaptivePolicy("trees")
     for _ in range(60):
         tree_step(policy, drafter, [sequence("a")], FLAT)
-    again = AdaptivePolicy([drafter], "trees")
+    again = AdaptivePolicy("trees")
     again.load(json.loads(json.dumps(policy.state())))
-    survival = again._acceptance.survival("trees", False, TRAINED_LEVEL, tree=True)
+    survival = again.tables.survival.survival("trees", False, TRAINED_LEVEL, tree=True)
     assert survival.shape == (64,)
     assert (np.diff(survival) <= 0).all(), "no node has more than the one before"
     assert abs(survival[:16].sum() - drafter.shares[:16].sum()) < 0.4
@@ -812,7 +845,7 @@ def test_what_was_learnt_on_a_busy_machine_holds_when_it_is_quiet_and_the_other_
     for times in (slower, 1.0, slower, 1.0):
         drafter = DraftShape(seconds=0.01 * times)
         curve = {rows: times * seconds for rows, seconds in ON_TWO_CORES.items()}
-        policy = AdaptivePolicy([drafter], "trees")
+        policy = AdaptivePolicy("trees")
         if state is not None:
             policy.load(json.loads(json.dumps(state)))
             for _ in range(30):
@@ -830,18 +863,18 @@ def test_plans_of_batches_with_as_many_rows_are_told_apart_by_their_sequences():
 
     def planned(policy, *batches):
         for others in batches:
-            policy.plan([sequence("a"), sequence("b"), *others], 0, False)
+            plan(policy, [drafter], [sequence("a"), sequence("b"), *others])
         return policy.expected_gain
 
     fixed = [sequence("c", speculation={"method": "trees", "k": 3})]
     none = [sequence(f"d{at}", speculation="none") for at in range(4)]
     drafter = DraftShape(seconds=0.004)
-    learnt = AdaptivePolicy([drafter], "trees")
+    learnt = AdaptivePolicy("trees")
     for _ in range(60):
         tree_step(learnt, drafter, [sequence(str(at)) for at in range(6)], FLAT)
     found = []
     for batches in ([none], [fixed, none], [none, none]):
-        policy = AdaptivePolicy([drafter], "trees")
+        policy = AdaptivePolicy("trees")
         policy.load(json.loads(json.dumps(learnt.state())))
         found.append(planned(policy, *batches))
     assert found[1] == found[0] == found[2]
@@ -851,9 +884,11 @@ def test_rows_of_one_batch_may_draft_by_different_methods():
     """A lookup that is sure of half the rows, and a model for the others."""
     model = Model("model", 0.9, seconds=0.0003)
     lookup = Uneven({"0/0", "1/0"})
-    policy, sequences = AdaptivePolicy([model, lookup], "auto"), [sequence(str(at)) for at in range(4)]
+    policy, sequences = AdaptivePolicy("auto"), [sequence(str(at)) for at in range(4)]
     chosen = Counter()
-    policy._draft_times.observe("model", 2, 4, 4 * model.seconds)  # else a first guess of its time stands against it
+    policy.tables.draft_times.observe(
+        "model", 2, 4, 4 * model.seconds
+    )  # else a first guess of its time stands against it
     for _ in range(200):
         *_, choices = step(policy, [model, lookup], sequences, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
         chosen.update((one.key, choice.method) for one, choice in zip(sequences, choices, strict=True))
@@ -867,8 +902,8 @@ def test_a_model_is_not_left_for_a_lookup_that_is_hardly_better():
     for seconds in (0.0, 0.006):
         model = Model("model", 0.8, seconds=0.0005)
         lookup = Lookup("lookup", 0.82, level=9)
-        policy = AdaptivePolicy([model, lookup], "auto", None, DEVICE)
-        policy._leaving_s = lambda rows, guess, seconds=seconds: seconds
+        policy = AdaptivePolicy("auto", None, DEVICE)
+        policy.tables.leaving_s = lambda rows, guess, seconds=seconds: seconds
         one, chosen = [sequence("a")], Counter()
         for _ in range(300):
             *_, choices = step(policy, [model, lookup], one, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
@@ -882,7 +917,7 @@ def test_late_nodes_of_trees_are_not_judged_one_by_one(count, first):
     """On an H200's passes many nodes pay, each accepted once in thirty drafts or less: the lowest rate of some of them
     is chance."""
     drafter = DraftShape(seconds=0.02 * 0.85, first=first, falls=1.35)
-    policy, sequences = AdaptivePolicy([drafter], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(count)]
+    policy, sequences = AdaptivePolicy("auto", prior=DEVICE), [sequence(f"s{i}") for i in range(count)]
     padded = {rows: H200_MS[next(size for size in H200_MS if size >= rows)] for rows in range(1, 1025)}
     steps = [tree_step(policy, drafter, sequences, padded) for _ in range(300)]
     rate = sum(tokens for tokens, *_ in steps) / sum(seconds for _, seconds, _ in steps)

@@ -19,11 +19,11 @@ from dataclasses import replace
 
 import torch
 
-from paceline.config import MAX_K
+from paceline.config import MAX_K, TRAINED_LEVEL
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import TRAINED_LEVEL, DrafterContext, DraftRequest, VerifiedDraft
+from paceline.drafters.base import DrafterContext, DraftRequest, VerifiedDraft
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.by_passes import ByPasses, ModelKV
 from paceline.drafters.model.chain_sampler import ChainSampler, SampledChains, SamplingGraphs, is_plain, warmup

@@ -1,10 +1,10 @@
 """Seconds of a step by its rows and of a draft by its depth: two small tables, learnt while serving.
 
-A step takes scale x (1 + steepness x (prior(rows) - 1)) x factor[plain or drafted][rows]. The *scale* is how fast the
-machine is right now and follows every step. The *steepness* is what rows cost here against the prior: one number for
-all of them, so that a machine unlike the prior is known after a few steps, whatever sizes they had (a Kalman filter of
-one state). The *factors* take what is left, slowly, and share it with neighbouring numbers of rows. A draft takes
-a + b x depth, by method and by the number of sequences it is for, in powers of two.
+A step takes speed x (1 + row_slope x (prior(rows) - 1)) x factor[plain or drafted][rows]. The *speed* is that of the
+machine right now and follows every step. The *row slope* is the cost of rows against the prior, one number for all
+counts, so that a machine unlike the prior is known after a few steps of any size (a Kalman filter of one state). The
+*factors* take the rest, slowly, and share it with neighbouring counts of rows. A draft takes a + b x depth, by method
+and by the number of its sequences in powers of two.
 """
 
 from __future__ import annotations
@@ -20,43 +20,45 @@ import numpy.typing as npt
 
 from paceline.engine.policy.priors import CPU, PassPrior
 
-# Rows that steps are told apart by where passes are not padded.
+# Counts of rows with a factor of their own, where passes are not padded.
 GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
-MOST_ROWS = 4096  # beyond, a step costs what it costs there
-MAX_NODES = 1024  # of one step: passes beyond are as dear as they are long
-SCALE_RATE = 0.2  # share of a surprise that the scale takes: other work slows a machine down for seconds
-FACTOR_RATE = 0.05  # the same of a factor, once seen often: shapes do not change while a machine runs
-OUTLIER = 1.5  # times off: a step further off says no more than this (a capture, a collection of garbage)
-STEEP_DOUBT = 0.5  # variance of the log of the steepness before any step was timed: a factor of two either way
-STEEP_DRIFT = 2e-4  # added to it by each step: what is known of it ages
-NOISE = 0.03  # variance of the log of one step's time: what the filter takes for chance
-NEIGHBOUR = 0.5  # say of the next number of rows in the grid, and of the one after it the square of that, and so on
-KNOWN = 0.1  # say of plain steps seen that makes the cost of one known: three numbers of rows away at most
-OTHER_KIND = 0.01  # say of plain steps in what drafted ones take: only while those are unseen
-REMEMBERED = 4.0  # times that a cost of an earlier run counts as seen: this run's machine may be another
-# First steps of a run that remembers another: their surprise is the machine's speed, up to so many times, and nothing
-# else is learnt from them. They may all be plain: what drafted ones took must stay comparable.
-SETTLING, MOST_CHANGE = 3, 32.0
-DRAFT_OUTLIER = 3.0  # as OUTLIER, of drafts: first guesses of them are further off
-FIRST_DRAFTS = 2  # timings of a model at some size that are not believed: they allocate and compile
-NOTHING_S = 1e-7  # seconds: a draft takes as long at least, so that its time has a ratio
+MOST_ROWS = 4096  # rows; a larger step is timed as one of this size
+MAX_NODES = 1024  # nodes; most of one step, beyond which time is taken as linear in rows
+SPEED_RATE = 0.2  # share of an unexpected time that the speed takes: other work slows a machine down for seconds
+FACTOR_RATE = 0.05  # share that a factor takes once it was seen often: shapes do not change while a machine runs
+OUTLIER = 1.5  # ratio; a time further off counts as this far off (a capture, a collection of garbage)
+SLOPE_DOUBT = 0.5  # variance of the log of the row slope before any step was timed: a factor of two either way
+SLOPE_DRIFT = 2e-4  # variance added by each step: knowledge of the row slope ages
+NOISE = 0.03  # variance of the log of one step's time that the filter takes for chance
+NEIGHBOUR = 0.5  # weight of an adjacent row count; squared for the one after it
+KNOWN = 0.1  # summed weight from which the time of a plain step counts as known: three row counts away at most
+OTHER_KIND = 0.01  # weight of plain steps in the factor of drafted ones: it decides only while those are unseen
+REMEMBERED = 4.0  # steps; most that a stored factor counts for: this run's machine may be another
+SETTLING = 3  # steps; first steps of a run with stored tables; they only rescale the tables
+MOST_CHANGE = 32.0  # ratio; most by which these first steps rescale the tables
+DRAFT_OUTLIER = 3.0  # ratio; OUTLIER of drafts: first guesses of them are further off
+FIRST_DRAFTS = 2  # timings of a model that are left out at each size: they allocate and compile
+NOTHING_S = 1e-7  # seconds; least time of a draft, so that its time has a ratio
 DRAFTS_FADE = 0.9  # share of its weight that a timed draft keeps with the next one
-PASS_GUESS, LOOKUP_GUESS = 0.1, 0.01  # of a step of one row: a token ahead before any was timed
-RIDGE = 0.1  # spread of depths (squared) below which a draft's time is taken to grow in proportion to its depth
-FEWER = 0.8  # of a draft's time for twice as many sequences, before one for so few was timed
+PASS_GUESS, LOOKUP_GUESS = (
+    0.1,
+    0.01,
+)  # steps of one row; a token ahead, by a model or a lookup, until timed
+RIDGE = 0.1  # squared depths; spread below which a draft's time is taken as proportional to its depth
+FEWER = 0.8  # ratio of draft seconds for half as many sequences, until measured
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 def size_of(count: int) -> int:
-    """1, 2, 3-4, 5-8, ...: batches are told apart by these."""
+    """Return the class of a batch: 1, 2, 3-4, 5-8, ..."""
     return max(count - 1, 0).bit_length()
 
 
 @functools.cache
 def _shape(prior: PassPrior) -> tuple[Floats, Ints, int]:
-    """By rows: the prior's time against one row, and the place in the grid; and the size of that."""
+    """Return, by rows, the prior's time against one row and the place in the grid; and the size of the grid."""
     grid, rows = np.array(prior.padded_to or GRID), np.minimum(np.arange(MOST_ROWS + MAX_NODES + 1), MOST_ROWS)
     above = np.minimum(np.searchsorted(grid, rows), len(grid) - 1)
     below = np.maximum(above - 1, 0)
@@ -68,43 +70,43 @@ def _shape(prior: PassPrior) -> tuple[Floats, Ints, int]:
 
 
 class StepTimes:
-    """Of steps that are alike but for their rows."""
+    """Seconds of steps that differ in their rows alone."""
 
     def __init__(self, prior: PassPrior = CPU) -> None:
         self._share, self._point, points = _shape(prior)
-        self.scale: float | None = None  # seconds of a plain step of one row
-        self._steep, self._doubt = 0.0, STEEP_DOUBT  # log of the steepness, and its variance
-        self._factor = np.zeros((2, points))  # logs, of plain and of drafted steps, at the numbers of rows seen
-        self._told = np.zeros((4, points))  # each of these factors times how often it was seen, and how often
-        self._seen = self._told[2:]
+        self.speed: float | None = None  # seconds of a plain step of one row
+        self._log_slope, self._doubt = 0.0, SLOPE_DOUBT  # log of the row slope, and its variance
+        self._factor = np.zeros((2, points))  # logs, of plain and of drafted steps, by place in the grid
+        self._sums = np.zeros((4, points))  # (factor x count) of plain and of drafted steps, and these counts
+        self._seen = self._sums[2:]
         self._near = NEIGHBOUR ** np.abs(np.arange(points)[:, None] - np.arange(points))
-        self._known: dict[int, tuple[float, float, float]] = {}  # `_at`, until a step is observed
-        self._settled = SETTLING  # steps of this run, up to so many
+        self._known: dict[int, tuple[float, float, float]] = {}  # `_at` by place, until a step is observed
+        self._settled = SETTLING  # steps of this run, at most SETTLING
 
     def _at(self, rows: int) -> tuple[float, float, float]:
-        """The logs of the factors of plain and drafted steps of so many rows, and how often such plain ones were seen.
-        Numbers of rows share what is known: one never seen is as far off the prior as its neighbours."""
+        """Return the logs of the factors of plain and drafted steps with `rows` rows, and the weight of plain ones
+        seen. Neighbouring counts share their factors: a count never seen is as far off the prior as they are."""
         point = self._point.item(rows)
-        found = self._known.get(point)
-        if found is None:
-            plain, drafted, seen, drafted_seen = (self._told @ self._near[point]).tolist()
+        known = self._known.get(point)
+        if known is None:
+            plain, drafted, seen, drafted_seen = (self._sums @ self._near[point]).tolist()
             drafted, drafted_seen = drafted + OTHER_KIND * plain, drafted_seen + OTHER_KIND * seen
-            found = self._known[point] = plain / max(seen, 1e-12), drafted / max(drafted_seen, 1e-12), seen
-        return found
+            known = self._known[point] = plain / max(seen, 1e-12), drafted / max(drafted_seen, 1e-12), seen
+        return known
 
     def seconds(self, rows: int) -> float:
-        """Of a plain step."""
+        """Return the seconds of a plain step."""
         rows = min(rows, MOST_ROWS)
-        shape = 1 + math.exp(self._steep) * (self._share.item(rows) - 1)
-        return (self.scale or 1.0) * shape * math.exp(self._at(rows)[0])
+        shape = 1 + math.exp(self._log_slope) * (self._share.item(rows) - 1)
+        return (self.speed or 1.0) * shape * math.exp(self._at(rows)[0])
 
     def seconds_with(self, base: int, nodes: int) -> Floats:
-        """Of steps with 1, 2, ..., nodes drafted nodes on top of `base` rows; no more rows ever cost less."""
-        steep, scale = math.exp(self._steep), self.scale or 1.0
+        """Return the seconds of steps with 1, 2, ..., nodes drafted nodes beside `base` rows, non-decreasing."""
+        slope, speed = math.exp(self._log_slope), self.speed or 1.0
         first, end = min(base, MOST_ROWS) + 1, min(base, MOST_ROWS) + 1 + nodes
-        seconds = self._share[first:end] * (scale * steep)
-        seconds += scale * (1 - steep)
-        plain, drafted, seen, drafted_seen = self._told @ self._near
+        seconds = self._share[first:end] * (speed * slope)
+        seconds += speed * (1 - slope)
+        plain, drafted, seen, drafted_seen = self._sums @ self._near
         smooth = (drafted + OTHER_KIND * plain) / np.maximum(drafted_seen + OTHER_KIND * seen, 1e-12)  # as in `_at`
         seconds *= np.exp(smooth)[self._point[first:end]]
         return np.maximum.accumulate(seconds, out=seconds)
@@ -113,71 +115,72 @@ class StepTimes:
         return self._at(min(rows, MOST_ROWS))[2] >= KNOWN
 
     def observe(self, rows: int, seconds: float, *, drafted: bool) -> float:
-        """Returns the log of what it took over what was expected."""
+        """Learn from a step; return the log of its seconds over the expected ones."""
         rows, kind = min(rows, MOST_ROWS), int(drafted)
-        grows = math.exp(self._steep) * (self._share.item(rows) - 1)
-        if self.scale is None:
-            self.scale = seconds / (1 + grows)
+        grows = math.exp(self._log_slope) * (self._share.item(rows) - 1)
+        if self.speed is None:
+            self.speed = seconds / (1 + grows)
         point, smooth = self._point.item(rows), self._at(rows)[kind]
-        expected = self.scale * (1 + grows) * math.exp(smooth)
+        expected = self.speed * (1 + grows) * math.exp(smooth)
         surprise = off = math.log(min(max(seconds / expected, 1 / OUTLIER), OUTLIER))
-        # The filter: how much of a surprise is the steepness's, by how much of the time it decides.
+        # The filter gives the row slope its share of the surprise, by the share of the time that it decides.
         weight = grows / (1 + grows)
         gain = weight * self._doubt / (weight * weight * self._doubt + NOISE)
-        self._steep += gain * off
-        self._doubt += STEEP_DRIFT - gain * weight * self._doubt
+        self._log_slope += gain * off
+        self._doubt += SLOPE_DRIFT - gain * weight * self._doubt
         off *= 1 - gain * weight
         seen = min(self._seen.item(kind, point) + 1, 1 / FACTOR_RATE)
         factor = (smooth if seen == 1 else self._factor.item(kind, point)) + off / seen
-        self._factor[kind, point], self._told[kind, point], self._seen[kind, point] = factor, seen * factor, seen
+        self._factor[kind, point], self._sums[kind, point], self._seen[kind, point] = factor, seen * factor, seen
         self._known.clear()
-        self.scale *= math.exp(SCALE_RATE * off * (1 - 1 / seen))
+        self.speed *= math.exp(SPEED_RATE * off * (1 - 1 / seen))
         return surprise
 
-    def settle(self, rows: int, seconds: float, *, drafted: bool) -> float | None:
-        """Of the first steps of a run that remembers another: times as slow as the machine then was, for `slow_down`;
-        None: that is settled."""
-        if self._settled == SETTLING or self.scale is None:
+    def rescale_to_run(self, rows: int, seconds: float, *, drafted: bool) -> float | None:
+        """Return the ratio by which the tables have to be rescaled, in one of the first steps of a run with stored
+        tables; None after these steps."""
+        if self._settled == SETTLING or self.speed is None:
             return None
         rows = min(rows, MOST_ROWS)
-        shape = 1 + math.exp(self._steep) * (self._share.item(rows) - 1)
-        off = seconds / (self.scale * shape * math.exp(self._at(rows)[drafted]))
+        shape = 1 + math.exp(self._log_slope) * (self._share.item(rows) - 1)
+        off = seconds / (self.speed * shape * math.exp(self._at(rows)[drafted]))
         return float(min(max(off, 1 / MOST_CHANGE), MOST_CHANGE) ** (1 / (1 + self._settled)))
 
-    def slow_down(self, times: float) -> None:
-        """The machine is so many times as slow as it was."""
+    def multiply(self, ratio: float) -> None:
+        """Rescale the table in one of the first steps of a run: the machine is this much slower than it was."""
         self._settled = min(self._settled + 1, SETTLING)
-        if self.scale is not None:
-            self.scale *= times
+        if self.speed is not None:
+            self.speed *= ratio
 
     def fade(self) -> None:
-        """No step drafted for long: what made drafting dear is forgotten by half, to be put to the test again."""
+        """Halve the factors and weights of drafted steps: none was taken for long, so they are due for a trial."""
         self._factor[1] /= 2
-        self._told[1] /= 2
+        self._sums[1] /= 2
         self._known.clear()
 
     def state(self) -> dict[str, Any]:
         factor, seen = self._factor.tolist(), self._seen.tolist()
-        return {"scale": self.scale, "steep": self._steep, "doubt": self._doubt, "factor": factor, "seen": seen}
+        return {"scale": self.speed, "steep": self._log_slope, "doubt": self._doubt, "factor": factor, "seen": seen}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], prior: PassPrior) -> StepTimes:
-        made = cls(prior)
+        """Return the table that `state` described; raise ValueError where it has another form."""
+        table = cls(prior)
         factor, seen = np.array(state["factor"], np.float64), np.array(state["seen"], np.float64)
         numbers = [float(state["steep"]), float(state["doubt"]), *factor.ravel().tolist(), *seen.ravel().tolist()]
-        scale = 1.0 if state["scale"] is None else float(state["scale"])
-        fits = factor.shape == seen.shape == made._factor.shape and (seen >= 0).all()
-        if not fits or not 0 < scale < 1e6 or not all(abs(one) < 1e6 for one in numbers) or numbers[1] <= 0:
+        speed = 1.0 if state["scale"] is None else float(state["scale"])
+        fits = factor.shape == seen.shape == table._factor.shape and (seen >= 0).all()
+        if not fits or not 0 < speed < 1e6 or not all(abs(one) < 1e6 for one in numbers) or numbers[1] <= 0:
             raise ValueError("step times of another form")
-        made.scale, made._settled = None if state["scale"] is None else scale, 0
-        made._steep, made._doubt, made._factor = numbers[0], numbers[1], factor
-        made._seen[:] = np.minimum(seen, REMEMBERED)
-        made._told[:2] = made._seen * factor
-        return made
+        table.speed, table._settled = None if state["scale"] is None else speed, 0
+        table._log_slope, table._doubt, table._factor = numbers[0], numbers[1], factor
+        table._seen[:] = np.minimum(seen, REMEMBERED)
+        table._sums[:2] = table._seen * factor
+        return table
 
 
 def _fit(sums: tuple[float, ...]) -> tuple[float, float]:
-    """a and b, neither below 0, by least squares from the sums of 1, d, d d, s, s d."""
+    """Return a and b, neither below 0, by least squares from the sums of 1, d, d d, s, s d."""
     one, d, dd, s, sd = sums
     mean, spread = d / one, dd / one - (d / one) ** 2
     b = max((sd / one - s / one * mean + RIDGE * s / d) / (spread + RIDGE), 0.0)
@@ -186,13 +189,15 @@ def _fit(sums: tuple[float, ...]) -> tuple[float, float]:
 
 
 class DraftTimes:
+    """Seconds of a draft by its depth, by method and size of the batch."""
+
     def __init__(self) -> None:
-        self._sums: dict[str, dict[int, tuple[float, ...]]] = {}  # by method and size, of timed drafts
+        self._sums: dict[str, dict[int, tuple[float, ...]]] = {}  # by method and size, over timed drafts
         self._skipped: dict[tuple[str, int], int] = {}
-        self._lines: dict[tuple[str, int], tuple[float, float]] = {}  # by method and size, until one is timed
+        self._lines: dict[tuple[str, int], tuple[float, float]] = {}  # by method and size, until a draft is timed
 
     def line(self, method: str, sequences: int, guess: float) -> tuple[float, float]:
-        """a and b of a draft for so many; `guess` seconds a token ahead while nothing is known."""
+        """Return a and b of a draft for `sequences` rows; `guess`: seconds of a token ahead before any was timed."""
         known = self._sums.get(method)
         if not known:
             return 0.0, guess
@@ -205,7 +210,7 @@ class DraftTimes:
         return self._lines[method, size]
 
     def observe(self, method: str, sequences: int, depth: int, seconds: float, *, skip: int = 0) -> None:
-        """`skip`: first timings of a size that are not believed."""
+        """Learn from a draft; the first `skip` timings of each size are left out."""
         size, seconds = size_of(sequences), max(seconds, NOTHING_S)
         if self._skipped.get((method, size), 0) < skip:
             self._skipped[method, size] = self._skipped.get((method, size), 0) + 1
@@ -219,30 +224,28 @@ class DraftTimes:
         sums[size] = tuple([DRAFTS_FADE * before + now for before, now in zip(old, new, strict=True)])
         self._lines.clear()
 
-    def slow_down(self, times: float) -> None:
-        """The machine is so many times as slow as it was."""
-        self._multiply(times)
-
-    def fade(self) -> None:
-        """No step drafted for long: what was timed once is halved, to be put to the test again."""
-        self._multiply(0.5)
-
-    def _multiply(self, times: float) -> None:
+    def multiply(self, ratio: float) -> None:
+        """Rescale all times: the machine is this much slower than it was."""
         for sizes in self._sums.values():
             for size, (one, d, dd, s, sd) in sizes.items():
-                least = max(times, one * NOTHING_S / s)
-                sizes[size] = one, d, dd, s * least, sd * least
+                bounded = max(ratio, one * NOTHING_S / s)
+                sizes[size] = one, d, dd, s * bounded, sd * bounded
         self._lines.clear()
+
+    def fade(self) -> None:
+        """Halve all times: no step drafted for long, so drafts are due to be timed again."""
+        self.multiply(0.5)
 
     def state(self) -> list[list[Any]]:
         return [[method, size, *sums] for method, sizes in self._sums.items() for size, sums in sizes.items()]
 
     @classmethod
     def of_state(cls, state: SequenceOf[SequenceOf[Any]]) -> DraftTimes:
-        made = cls()
+        """Return the table that `state` described; raise ValueError where it has another form."""
+        table = cls()
         for method, size, *sums in state:
             if len(sums) != 5 or not all(0 < float(one) < 1e9 for one in sums):
                 raise ValueError("draft times of another form")
-            made._sums.setdefault(str(method), {})[int(size)] = tuple(map(float, sums))
-            made._skipped[str(method), int(size)] = FIRST_DRAFTS
-        return made
+            table._sums.setdefault(str(method), {})[int(size)] = tuple(map(float, sums))
+            table._skipped[str(method), int(size)] = FIRST_DRAFTS
+        return table

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from paceline.drafters import Drafter
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.errors import CacheFolderError
 from paceline.models.load.hub import cache_home
@@ -29,12 +28,13 @@ FORMAT = 6
 
 
 class PolicyMemory:
-    def __init__(self, model: Path, loaded: LoadedModel, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, model: Path, loaded: LoadedModel, drafters: Sequence[str]) -> None:
+        """`drafters`: name and version of each."""
         decoder = loaded.decoder
         kernels = decoder.kernels
         setting = [str(model.resolve()), str(decoder.device), loaded.kind.label, kernels.name, kernels.activations]
         setting += [loaded.kv_dtype, str(torch.get_num_threads())]
-        setting += [f"{drafter.name} {drafter.version}" for drafter in drafters]
+        setting += drafters
         name = hashlib.blake2b(json.dumps(setting).encode(), digest_size=8).hexdigest()
         self._setting, self._name = setting, f"{name}.json"
 
