@@ -144,7 +144,7 @@ def test_block_drafters_change_when_tokens_come_never_which(device, plain, kind,
         assert engine.blocks.num_free == engine.blocks.num_blocks
     if device.type == "cuda":
         assert drafter._passes._captured
-        assert drafter._absorbing._graphs
+        assert drafter._context_kv._graphs
 
 
 def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain):

@@ -1,4 +1,4 @@
-"""Drafters that come with the package: a folder each in `shipped`, for the model whose shape and embedding it names."""
+"""Drafters that come with the package: folders in `shipped`, each for the model whose shape and embedding it names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger("paceline")
 
 
 def packaged_for(config: ModelConfig, embedding: Tensor) -> Path | None:
-    """The packaged drafter for a model with this embedding (V, H), in whatever precision; another model of the same
-    shape has none."""
+    """Return the packaged drafter for a model with this embedding (V, H), in any precision; other models of its shape
+    have none."""
     for path in packaged_folders():
         try:
             target = target_of(JsonFields(read_config(path), str(path / CONFIG)))
@@ -30,5 +30,5 @@ def packaged_for(config: ModelConfig, embedding: Tensor) -> Path | None:
     return None
 
 
-def _shape(of: ModelConfig | TargetShape) -> tuple[int, int, int]:
-    return of.hidden_size, of.num_layers, of.vocab_size
+def _shape(model: ModelConfig | TargetShape) -> tuple[int, int, int]:
+    return model.hidden_size, model.num_layers, model.vocab_size

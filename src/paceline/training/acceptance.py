@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.block.config import W2
-from paceline.drafters.block.tree import BEAM, CANDIDATES, Nodes, grow, lattice
+from paceline.drafters.block.tree import BEAM, CANDIDATES, BlockTrees, grow, lattice
 from paceline.drafters.methods import METHODS
 from paceline.errors import PacelineError
 from paceline.llm import LLM
@@ -129,7 +129,7 @@ def _walk(
 
 def _tree(
     trainee: DSparkTrainee, parameters: Mapping[str, Tensor], states: Tensor, anchor: Tensor, nodes: int, chain: bool
-) -> Nodes:
+) -> BlockTrees:
     """The drafter's own tree from the head's input (S, g, H), with the target's ids."""
     depth = min(trainee.config.depth, nodes) if chain else trainee.config.depth
     logits = (states @ trainee.head.T).float()[:, -trainee.config.depth :][:, :depth]
@@ -140,7 +140,7 @@ def _tree(
     return found._replace(tokens=trainee.vocab[found.tokens])
 
 
-def accepted_path(tree: Nodes, actual: Tensor, depth: int) -> Tensor:
+def accepted_path(tree: BlockTrees, actual: Tensor, depth: int) -> Tensor:
     """(S, depth) bool: whether the first d actual tokens are a path of the tree."""
     alive = torch.ones(len(actual), dtype=torch.bool, device=actual.device)
     node = torch.full((len(actual),), -1, device=actual.device)

@@ -16,8 +16,7 @@ require_interpreter()
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.base import DraftRequest
-from paceline.drafters.block import block_pass as block_passes
-from paceline.drafters.block import context_kv as absorbing
+from paceline.drafters.block import block_pass, context_kv
 from paceline.drafters.hidden_states import TapRing
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.cuda.attention import division
@@ -50,9 +49,9 @@ class Repeats:
 
 def scene(kernels, recorder, lengths, monkeypatch):
     """A drafter whose sequences are absorbed up to their last token; (drafter, sequences, seats, lengths)."""
-    monkeypatch.setattr(block_passes, "SEQUENCES", (2,))
+    monkeypatch.setattr(block_pass, "SEQUENCES", (2,))
     monkeypatch.setattr(division, "PROGRAMS", 16)  # the interpreter runs one program after the other
-    monkeypatch.setattr(absorbing, "POSITIONS", (16,))
+    monkeypatch.setattr(context_kv, "POSITIONS", (16,))
     config = drafter_config(CONFIG, qk_norm=True, tap_norm=True, mask_embedding=True, draft_vocab_size=40, num_layers=1)
     embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))
     dtypes = Dtypes.of(torch.float32, CPU)
@@ -98,7 +97,7 @@ def test_captured_and_native_drafts_are_those_of_the_reference_kernels(other, mo
     drafts, caches, lengths = [], [], [5, 18, 8]
     for kernels, recorder in ((None, None), OTHERS[other]()):
         drafter, sequences = scene(kernels, recorder, lengths, monkeypatch)
-        assert bool(drafter._passes._captured) == bool(drafter._absorbing._graphs) == (recorder is not None)
+        assert bool(drafter._passes._captured) == bool(drafter._context_kv._graphs) == (recorder is not None)
         budgets = [5 + 7 * at for at in range(len(sequences))]
         rows = [DraftRequest(*pair) for pair in zip(sequences, budgets, strict=True)]
         drafts.append(drafter.propose(rows).on_host(CONFIG.vocab_size))

@@ -14,7 +14,7 @@ from paceline import LLM, SamplingParams
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.heads.checkpoint import MedusaHead, load_heads, save_heads
-from paceline.drafters.heads.medusa import FIRST, LATER, MOST_ROWS, MedusaDrafter, Tree
+from paceline.drafters.heads.medusa import FIRST, LATER, MOST_ROWS, MedusaDrafter, StaticTree
 from paceline.drafters.methods import MEDUSA, METHODS
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
@@ -58,7 +58,7 @@ def test_the_tokens_are_those_the_published_architecture_ranks_highest(layers, k
     heads = random_heads(HIDDEN, CONFIG.vocab_size, layers=layers)
     hidden = 3 * torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     draft = drafted(MedusaDrafter(heads, CONFIG.vocab_size, kernels=kernels), hidden, [40] * 5)
-    tree = Tree.of(len(heads), 10)
+    tree = StaticTree.of(len(heads), 10)
     for at, head in enumerate(heads, start=1):
         ranked = module_of(head)(hidden).sort(descending=True).indices
         for node in (node for node in range(40) if tree.depth[node] == at):
@@ -91,7 +91,7 @@ def test_a_smaller_budget_is_the_beginning_of_the_same_tree():
 @pytest.mark.parametrize(("heads", "ranks"), [(1, 10), (3, 10), (5, 10), (4, 3), (2, 1)])
 def test_the_first_nodes_of_the_tree_are_the_likeliest_paths(heads, ranks):
     """Against all paths, ordered by the same estimate."""
-    tree = Tree.of(heads, ranks)
+    tree = StaticTree.of(heads, ranks)
     paths = []
     for parent, rank in zip(tree.parents.tolist(), tree.rank.tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))

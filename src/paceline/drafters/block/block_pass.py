@@ -25,9 +25,9 @@ from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.platform.triton import compile_together
 
 log = logging.getLogger("paceline")
-SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # of a captured draft; more are drafted in parts
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # sequences of a captured draft; more are drafted in parts
 PLACED = ("positions", "slots", "prefix", "reach", "sequence")
-ENDS, STARTS = ROW_FIELDS.index("positions"), ROW_FIELDS.index("prefix")  # where a placed pass carries them
+ENDS, STARTS = ROW_FIELDS.index("positions"), ROW_FIELDS.index("prefix")  # their fields in a placed pass
 
 
 class BlockRows(NamedTuple):
@@ -52,9 +52,9 @@ class BlockPasses:
         most: int,
         recorder: GraphRecorder | None,
     ) -> None:
-        """`embed`: (B,) anchors to the rows (B * size, H) of a block; `finish`: logits (B * size, V), anchors and a
-        number of nodes to a tensor of drafts (parts, B, nodes) and their nodes' log probabilities, where the host may
-        read them; `most`: nodes of a draft that `recorder` captures."""
+        """`embed`: anchors (B,) to the rows (B * size, H) of a block. `finish`: logits (B * size, V), anchors and a
+        number of nodes to a tensor of drafts (parts, B, nodes) and, where the host may read them, their nodes' log
+        probabilities. `most`: nodes of a draft that `recorder` captures."""
         self._decoder, self._caches, self._block_size, self._size = decoder, caches, block_size, size
         self._embed, self._finish, self._most = embed, finish, most
         self._captured: dict[int, tuple[Placed, CudaGraph]] = {}
@@ -68,7 +68,7 @@ class BlockPasses:
             self._capture_all(recorder)
 
     def run(self, rows: BlockRows, nodes: int) -> tuple[Tensor, Tensor | None]:
-        """What `finish` makes: (parts, B, nodes) and (B, nodes); on a GPU as many nodes as were captured."""
+        """Return what `finish` does: (parts, B, nodes) and (B, nodes); captured drafts have `most` nodes."""
         if not self._captured:
             return self._eagerly(rows, nodes)
         most = SEQUENCES[-1]
@@ -82,10 +82,10 @@ class BlockPasses:
         return self._finish(output.logits, rows.anchors, nodes)
 
     def _planned_on_host(self, rows: BlockRows) -> PassPlan:
-        """In numpy, which takes a fraction of torch's time for a few numbers."""
+        """Plan in numpy, which takes a fraction of torch's time for a few numbers."""
         tables, count = _padded(rows.tables), len(rows.starts)
-        given = rows.lengths.numpy(), np.array(rows.starts), np.array(rows.ends), tables
-        position, slots, reach = placed(*given, tables.shape[1], self._size, self._block_size)
+        columns = rows.lengths.numpy(), np.array(rows.starts), np.array(rows.ends)
+        position, slots, reach = placed(*columns, tables, tables.shape[1], self._size, self._block_size)
         each = np.zeros((len(ROW_FIELDS) + 1, count * self._size), np.int32)
         owner = np.arange(count).repeat(self._size)
         for name, part in zip(PLACED, (position, slots, reach, reach, owner), strict=True):
@@ -96,8 +96,9 @@ class BlockPasses:
     def _planned_on_device(self, rows: BlockRows) -> PassPlan:
         device, columns = self._decoder.device, torch.tensor([rows.starts, rows.ends])
         tables, columns = packed_to(device, torch.from_numpy(_padded(rows.tables)), columns)
-        given = rows.lengths, columns[0], columns[1], tables
-        position, slots, reach = placed(*given, tables.shape[1], self._size, self._block_size)
+        position, slots, reach = placed(
+            rows.lengths, columns[0], columns[1], tables, tables.shape[1], self._size, self._block_size
+        )
         owner = torch.arange(len(rows.starts), device=device, dtype=torch.int32).repeat_interleave(self._size)
         return PassPlan(
             positions=position.int(),
@@ -114,7 +115,7 @@ class BlockPasses:
     # -- captured
 
     def _capture_all(self, recorder: GraphRecorder) -> None:
-        """Every number of sequences is run once, which compiles it, and captured, so that no draft waits for either."""
+        """Run and capture every number of sequences once, so that no draft waits for compiling or capturing."""
         graphs = self._decoder.graphs
         assert graphs is not None
         try:
@@ -122,12 +123,12 @@ class BlockPasses:
                 passes = ((self._place(count, [], [], []), count) for count in SEQUENCES)
                 compile_together(self._decoder.device, (functools.partial(self._work, *one) for one in passes))
                 for count in reversed(SEQUENCES):
-                    of = self._place(count, [], [], [])
-                    work = functools.partial(self._work, of, count)
+                    block = self._place(count, [], [], [])
+                    work = functools.partial(self._work, block, count)
                     work()  # loads its kernels
                     graph = recorder.capture(work)
-                    of.kept = [graph.result, *graphs.scratch()]
-                    self._captured[count] = of, graph
+                    block.kept = [graph.result, *graphs.scratch()]
+                    self._captured[count] = block, graph
         except RuntimeError as problem:
             self._captured = {}
             reason = str(problem).partition("\n")[0]
@@ -149,27 +150,27 @@ class BlockPasses:
         plan = PassPlan.on_host(host, self._block_size, max(ends, default=2))
         return graphs.place(self._blank[: count * size], plan, self._caches, torch.arange(count * size))
 
-    def _work(self, of: Placed, count: int) -> Tensor:
-        """The launches of a draft behind `_place`."""
-        graphs, plan, rows = self._decoder.graphs, of.plan, count * self._size
+    def _work(self, block: Placed, count: int) -> Tensor:
+        """Launch the rest of a draft that `_place` began."""
+        graphs, plan, rows = self._decoder.graphs, block.plan, count * self._size
         assert graphs is not None
         anchors, lengths = self._known[0, :count], self._known[1, :count]
         ends, starts = (part[:rows].view(count, -1)[:, 0].long() for part in (plan.positions, plan.prefix))
-        at = lengths, starts, ends, plan.block_tables, of.header[0], self._size, self._block_size
+        at = lengths, starts, ends, plan.block_tables, block.header[0], self._size, self._block_size
         position, slots, reach = placed(*at)
         for into, part in ((plan.positions, position), (plan.slots, slots), (plan.prefix, reach), (plan.reach, reach)):
             into[:rows] = part
-        of.inputs[:rows] = self._embed(anchors)
-        logits = graphs.compute(of).logits[:rows]
+        block.inputs[:rows] = self._embed(anchors)
+        logits = graphs.compute(block).logits[:rows]
         return self._finish(logits, anchors, self._most)[0]
 
     def _replayed(self, rows: BlockRows, first: int, last: int) -> Tensor:
         count = next(count for count in SEQUENCES if count >= last - first)
         part = slice(first, last)
         self._known[:, : last - first] = torch.stack((rows.anchors[part], rows.lengths[part]))
-        of = self._place(count, rows.starts[part], rows.ends[part], rows.tables[part])
+        block = self._place(count, rows.starts[part], rows.ends[part], rows.tables[part])
         recorded, graph = self._captured[count]
-        assert of is recorded, "a captured pass is never replaced: its tables are as large as the cache"
+        assert block is recorded, "a captured pass is never replaced: its tables are as large as the cache"
         graph.replay()
         graphs = self._decoder.graphs
         assert graphs is not None
@@ -186,8 +187,8 @@ def _padded(tables: SequenceOf[SequenceOf[int]]) -> np.ndarray[Any, np.dtype[np.
 def placed(
     lengths: Any, starts: Any, ends: Any, tables: Any, width: Any, size: int, block_size: int
 ) -> tuple[Any, Any, Any]:
-    """(B * size,) positions, slots and reach of blocks behind sequences of these lengths: of tensors, without a host
-    sync, or of numpy arrays.
+    """Return positions, slots and reach (B * size,) of blocks behind sequences of these lengths, from tensors without a
+    host sync, or from numpy arrays.
 
     A row for which there is no slot, behind `ends`, is not stored, and its tokens are arbitrary.
     """

@@ -1,5 +1,5 @@
 """A block drafter's K/V of the target's hidden states: joined into one vector a position, then keys and values of every
-layer. Nothing attends, so a prompt costs a few products. On a GPU this is captured for some numbers of positions."""
+layer. No row attends, so a prompt costs a few products. On a GPU this is captured for some numbers of positions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 from paceline.platform.triton import compile_together
 
 log = logging.getLogger("paceline")
-POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # of a captured batch; more are absorbed in parts
+POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # positions of a captured batch; larger batches are written in parts
 
 
 class ContextKV:
     def __init__(
         self, config: DSparkConfig, tensors: Mapping[str, Tensor], decoder: Decoder, store: Callable[[Tensor], Any]
     ) -> None:
-        """`store`: a matrix as it is kept."""
+        """`store`: returns a matrix in the drafter's kind of weights."""
         self._config, self._decoder = config, decoder
         self._caches: SequenceOf[LayerCache] = ()
         kernels, dtypes, device = decoder.kernels, decoder.dtypes, decoder.device
@@ -52,11 +52,11 @@ class ContextKV:
             pointers = tap_norm, self._norm.data_ptr()
             self.view = ContextKVView(*pointers, self._fc.view, self._kv.view, len(config.taps))
         self._graphs: dict[int, CudaGraph] = {}
-        self._kept: list[Tensor] = []
-        self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), what graphs read
+        self._scratch: list[Tensor] = []  # of kernels that graphs point into
+        self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), inputs of the graphs
 
     def bind(self, caches: SequenceOf[LayerCache], recorder: GraphRecorder | None) -> None:
-        """`recorder`: batches of usual sizes are captured with it."""
+        """Receive the caches; with a `recorder`, capture batches of usual sizes."""
         self._caches = caches
         graphs, device = self._decoder.graphs, self._decoder.device
         if recorder is None or graphs is None:
@@ -72,11 +72,11 @@ class ContextKV:
                 work = functools.partial(self._work, count)
                 work()  # loads its kernels
                 self._graphs[count] = recorder.capture(work)
-            self._kept = graphs.scratch()
+            self._scratch = graphs.scratch()
         except RuntimeError as problem:
             self._graphs = {}
             reason = str(problem).partition("\n")[0]
-            log.warning("absorbing hidden states cannot be captured, and runs kernel by kernel: %s", reason)
+            log.warning("writing K/V of hidden states cannot be captured, and runs kernel by kernel: %s", reason)
 
     def __call__(self, batch: TapBatch) -> None:
         positions = batch.positions.clamp(0, self._decoder.config.max_positions - 1)
@@ -96,7 +96,7 @@ class ContextKV:
         self._store(self._taps[:count], self._at[0, :count], self._at[1, :count], self._caches[0].k.shape[0])
 
     def joined(self, taps: Tensor) -> Tensor:
-        """(A, H) from hidden states (A, T, H)."""
+        """Return one vector a position (A, H) from hidden states (A, T, H)."""
         kernels, eps = self._decoder.kernels, self._config.body.rms_norm_eps
         return kernels.rms_norm(kernels.linear(self._normed(taps).flatten(1), self._fc), self._norm, eps)
 
@@ -128,7 +128,7 @@ class ContextKV:
         kv = kernels.linear(self.joined(taps), self._kv).view(len(taps), len(layers), -1)
         each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)
         for layer, cache, part in zip(layers, self._caches, each, strict=True):
-            # Rows of keys and values alone: there are no queries to norm or rotate.
+            # Rows have keys and values alone: there are no queries to norm or rotate.
             kernels.rope_and_store(
                 part, plan, RopeArgs(shape.cos, shape.sin, layer.k_norm, layer.k_norm, shape.eps), cache
             )

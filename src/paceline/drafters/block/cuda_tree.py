@@ -1,9 +1,9 @@
-"""Trees from one pass of a block drafter on a device: what `block_tree` computes, in four launches.
+"""Trees from one pass of a block drafter on a GPU, as `tree` defines them, in four launches.
 
-1. `_candidates`: of each part of a position's logits the likeliest tokens, and the sum of their exponentials.
+1. `_candidates`: the likeliest tokens of each part of a position's logits, and the sum of its exponentials.
 2. `_join`: the likeliest tokens of each position.
 3. `_transitions`: for each candidate of a position, its likeliest children in the next, with the Markov head.
-4. `_grow`: level by level the best nodes have children; the likeliest of all become the tree.
+4. `_grow`: level by level the best nodes have children; the likeliest nodes become the tree.
 
 Sorting is by one integer of a score and an index, so ties go to the lower index. No child scores more than its parent,
 whatever the logits hold: trees are sound without being checked.
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from paceline.drafters.block.tree import CANDIDATES, DEEPER
 
-PART = 1024  # logits that one program looks at
+PART = 1024  # logits that one program reads
 LAST = tl.constexpr(0x7FFFFFFF)
 STEP = tl.constexpr(DEEPER)
 
 
 @triton.jit
 def _key(score, index):
-    """Orders by score, the highest first in a descending sort, then by index, the lowest first."""
+    """Return an integer that sorts, descending, by score, the highest first, then by index, the lowest first."""
     bits = score.to(tl.int32, bitcast=True)
     bits ^= (bits >> 31) & LAST
     return (bits.to(tl.int64) << 32) | (index * -1 + LAST).to(tl.int64)
@@ -46,13 +46,13 @@ def _index(key):
 
 @triton.jit
 def _log_share(x):
-    """The log of a probability: none is above 0, and NaN is none at all."""
+    """Return the log of a probability, at most 0; NaN becomes that of probability 0."""
     return tl.where(x <= 0, x, tl.where(x > 0, 0.0, float("-inf")))
 
 
 @triton.jit
 def _total(peak, share):
-    """The log of a sum of exponentials, from peaks and shares relative to them."""
+    """Return the log of a sum of exponentials, from peaks and shares relative to them."""
     highest = tl.max(peak)
     return highest + tl.log(tl.sum(share * tl.exp(peak - highest)))
 
@@ -73,7 +73,7 @@ def _candidates(logits, keys, peaks, shares, batch_stride, vocab, DEPTH: tl.cons
 
 @triton.jit(do_not_specialize=["vocab"])
 def _join(keys, peaks, shares, tokens, best, others, parts, vocab, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """`others`: log of the probability mass, before the Markov head, of tokens that are no candidates."""
+    """Write `others`, the log of the probability mass, before the Markov head, of tokens that are no candidates."""
     row = tl.program_id(0)
     at, lane = tl.arange(0, PARTS * COUNT), tl.arange(0, PARTS)
     found = tl.load(keys + row * parts * COUNT + at, mask=at < parts * COUNT, other=-(2**63))
@@ -92,7 +92,7 @@ def _join(keys, peaks, shares, tokens, best, others, parts, vocab, COUNT: tl.con
 @triton.jit
 def _transitions(tokens, best, others, anchors, anchor_rows, w1, w2, child, child_score, rank,
                  DEPTH: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr, RANK: tl.constexpr):  # fmt: skip
-    """Children (B, DEPTH, COUNT, WIDE) of each candidate before a position; of the first, one row of them is used."""
+    """Write children (B, DEPTH, COUNT, WIDE) of each candidate before a position; the first uses one row of them."""
     sequence, level = tl.program_id(0), tl.program_id(1)
     row = sequence * DEPTH + level
     lane, wide = tl.arange(0, COUNT), tl.arange(0, WIDE)
@@ -106,7 +106,7 @@ def _transitions(tokens, best, others, anchors, anchor_rows, w1, w2, child, chil
         if level == 0:
             anchor = tl.maximum(tl.load(anchors + sequence), 0) + tl.zeros(
                 (COUNT,), tl.int64
-            )  # verdict.INVALID is none
+            )  # verdict.INVALID is not a token
             out = tl.load(anchor_rows + anchor[:, None] * rank + column[None, :], mask=inside, other=0)
         else:
             before = tl.load(tokens + (row - 1) * COUNT + lane)
@@ -127,7 +127,7 @@ def _transitions(tokens, best, others, anchors, anchor_rows, w1, w2, child, chil
 def _grow(tokens, child, child_score, ids, scores, places, parents, ranks, drafts, batch, nodes,
           DEPTH: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr, ALL: tl.constexpr,
           CHOSEN: tl.constexpr):  # fmt: skip
-    """`scores`, `places`, `parents`, `ranks` (B, ALL) are scratch: all nodes, level by level."""
+    """Write the tree. `scores`, `places`, `parents`, `ranks` (B, ALL) are scratch: all nodes, level by level."""
     sequence = tl.program_id(0)
     scores += sequence * ALL
     places += sequence * ALL
@@ -165,8 +165,8 @@ def _grow(tokens, child, child_score, ids, scores, places, parents, ranks, draft
     parent = tl.load(parents + chosen)
     parent = tl.where(parent < 0, -1, tl.load(ranks + tl.maximum(parent, 0)))
     depth = tl.where(chosen < WIDE, 0, (chosen - WIDE) // (WIDE * WIDE) + 1)
-    there = chosen < WIDE + (DEPTH - 1) * WIDE * WIDE  # lanes behind the last node have depths that no position has
-    token = tl.load(tokens + (sequence * DEPTH + depth) * COUNT + tl.load(places + chosen), mask=there, other=0)
+    exists = chosen < WIDE + (DEPTH - 1) * WIDE * WIDE  # lanes behind the last node have depths that no position has
+    token = tl.load(tokens + (sequence * DEPTH + depth) * COUNT + tl.load(places + chosen), mask=exists, other=0)
     out, used, part = drafts + sequence * nodes + order, order < nodes, batch.to(tl.int64) * nodes
     tl.store(out, tl.load(ids + token), mask=used)
     tl.store(out + part, parent.to(tl.int64), mask=used)
@@ -174,9 +174,9 @@ def _grow(tokens, child, child_score, ids, scores, places, parents, ranks, draft
 
 
 def serves(depth: int, vocab: int, beam: int, nodes: int) -> bool:
-    """Whether the kernels grow trees of this shape: sizes that they sort are powers of two."""
-    everything = beam + (depth - 1) * beam * beam
-    return vocab >= CANDIDATES and 2 <= beam < CANDIDATES and beam & (beam - 1) == 0 and nodes <= everything
+    """Return whether the kernels grow trees of this shape: the sizes that they sort are powers of two."""
+    most = beam + (depth - 1) * beam * beam
+    return vocab >= CANDIDATES and 2 <= beam < CANDIDATES and beam & (beam - 1) == 0 and nodes <= most
 
 
 def device_trees(
@@ -192,9 +192,9 @@ def device_trees(
     count: int = CANDIDATES,
     part: int = PART,
 ) -> Tensor:
-    """(3, B, nodes) tokens, parents and depths. `logits` (B, D, V): any stride between sequences, rows contiguous;
-    `anchor_rows` (target's vocabulary, R), `w1`, `w2` (V, R): None without a Markov head; `ids` (V,).
-    `count` candidates of a position, found among `part` logits at a time: powers of two."""
+    """Return tokens, parents and depths (3, B, nodes). `logits` (B, D, V): any stride between sequences, rows
+    contiguous; `anchor_rows` (target's vocabulary, R), `w1`, `w2` (V, R): None without a Markov head; `ids` (V,).
+    `count` candidates of a position, among `part` logits at a time: powers of two."""
     batch, depth, vocab = logits.shape
     assert logits.stride(1) == vocab
     rows, parts = batch * depth, triton.cdiv(vocab, part)

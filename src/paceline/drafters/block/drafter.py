@@ -2,15 +2,15 @@
 
 Hidden states of several layers of the target are joined into one vector a position, whose K/V every layer of the
 drafter keeps (slot t holds position t). A draft is one pass of a block: the last token and masks, which see all K/V
-before them and each other. Its logits, over a draft vocabulary, and the Markov head make a tree (`block_tree`).
-Proposals are deterministic, so any target distribution is kept. On a GPU both halves are captured and nothing waits.
+before them and each other. Its logits, over a draft vocabulary, and the Markov head make a tree (`tree`). Proposals are
+deterministic, so any target distribution is kept. On a GPU both halves are captured and nothing waits.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +25,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters import folder as checkpoint
+from paceline.drafters import folder
 from paceline.drafters.base import DrafterContext, DraftRequest, digest
 from paceline.drafters.block.block_pass import BlockPasses, BlockRows
 from paceline.drafters.block.checkpoint import read
@@ -49,7 +49,7 @@ from paceline.platform.triton import require_triton
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 PADDING = np.array([0, -1, 0])[:, None, None]  # of tokens, parents and depths
-PART = 64  # components of hidden states whose head weights are read at once
+PART = 64  # components of hidden states; head weights are read for this many at once
 
 
 class DSparkDrafter(TappedDrafter):
@@ -74,66 +74,69 @@ class DSparkDrafter(TappedDrafter):
         self.device = device or torch.device("cpu")
         self.version = f"{self.name}/{digest(tensors.values())}"
         self.scratch_slots, self.depth = config.block_size - 1, config.depth
-        self._beam = beam
-        kernels = kernels or TorchKernels()
+        self._beam, self._embedding = beam, embedding
         dtypes = dtypes or Dtypes.of(torch.float32, self.device)
-        body = replace(config.body, vocab_size=config.draft_vocab_size)
         kind = WeightKind.of(dtypes.compute) if dtypes.stored is None else dtypes.stored
+        store = functools.partial(stored_matrix, kind=kind, device=self.device)
+        self._decoder = self._layers(tensors, store(head), kernels or TorchKernels(), dtypes, store)
+        self.kv_layers = self._decoder.kv_specs
+        self._context_kv = ContextKV(config, tensors, self._decoder, store)
+        self._passes: BlockPasses | None = None
+        self._caches: SequenceOf[LayerCache] = ()
+        self._native: NativeBlocks | None = None  # None: drafts are passes like any other
+        if config.mask_embedding:
+            masks = tensors[MASKS]
+        else:
+            masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.scratch_slots, -1)
+        self._masks = masks.to(self.device, dtypes.compute)[None]  # (1, block - 1, H)
+        self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
+        lowest, highest = int(self._ids.min()), int(self._ids.max())
+        self._bound = sys.maxsize if lowest < 0 else highest + 1
+        self._markov = _markov_head(config, tensors, self._ids, dtypes.compute)
+        # Nodes of the largest tree: the first level, and all children of the others.
+        wide = min(beam, CANDIDATES, config.draft_vocab_size)
+        self._most = min(wide + (config.depth - 1) * wide * wide, MAX_K)
 
-        def store(matrix: Tensor) -> StoredWeight:
-            return shelved(matrix, kind, self.device)
-
+    def _layers(
+        self,
+        tensors: Mapping[str, Tensor],
+        head: StoredWeight,
+        kernels: Kernels,
+        dtypes: Dtypes,
+        store: Callable[[Tensor], StoredWeight],
+    ) -> Decoder:
+        """Return the drafter's layers and head as a decoder, whose vocabulary is the drafter's."""
         weights = {
             f"model.{name}": store(tensor) if tensor.dim() == 2 else StoredWeight.of(tensor)
             for name, tensor in tensors.items()
             if name.startswith(("layers.", "norm."))
         }
-        packed, dtypes = kernels.pack(store(head)), replace(dtypes, stored=None)
-        self._decoder = Decoder(
-            body, weights, kernels, device=self.device, dtypes=dtypes, embedding=embedding, head=packed
+        return Decoder(
+            replace(self.config.body, vocab_size=self.config.draft_vocab_size),
+            weights,
+            kernels,
+            device=self.device,
+            dtypes=replace(dtypes, stored=None),
+            embedding=self._embedding,
+            head=kernels.pack(head),
         )
-        self.kv_layers = self._decoder.kv_specs
-        self._absorbing = ContextKV(config, tensors, self._decoder, store)
-        self._embedding, self._passes = embedding, None  # type: tuple[Tensor, BlockPasses | None]
-        self._caches: SequenceOf[LayerCache] = ()
-        self._native: NativeBlocks | None = None  # None: drafts are passes like any other
-
-        def placed(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, dtypes.compute)
-
-        if config.mask_embedding:
-            masks = tensors[MASKS]
-        else:
-            masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.scratch_slots, -1)
-        self._masks = placed(masks)[None]  # (1, block - 1, H)
-        self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
-        lowest, highest = int(self._ids.min()), int(self._ids.max())
-        self._bound = sys.maxsize if lowest < 0 else highest + 1
-        # W1 for the target's tokens (V, R), and W1 and W2 for draft tokens.
-        self._markov: tuple[Tensor, Tensor, Tensor] | None = None
-        if config.markov_rank:
-            anchor_rows = placed(_anchor_rows(config, tensors[W1], self._ids.cpu()))
-            self._markov = anchor_rows, anchor_rows[self._ids], placed(tensors[W2])
-        # Nodes of the largest tree: the first level, and all children of the others.
-        wide = min(beam, CANDIDATES, config.draft_vocab_size)
-        self._most = min(wide + (config.depth - 1) * wide * wide, MAX_K)
 
     @classmethod
     def from_context(cls, context: DrafterContext, method: str, beam: int = BEAM) -> DSparkDrafter:
-        folder = context.checkpoint
-        if folder is None or context.embedding is None or context.head is None or context.kernels is None:
+        path = context.checkpoint
+        if path is None or context.embedding is None or context.head is None or context.kernels is None:
             raise InvalidParameter("drafter", f"method {method} needs a drafter's folder and a target's weights")
-        config, tensors = read(folder)
-        check_target(config, context.config, folder)
+        config, tensors = read(path)
+        check_target(config, context.config, path)
         if config.method != method:
-            raise InvalidParameter("drafter", f"{folder} holds a drafter of method {config.method}, not {method}")
+            raise InvalidParameter("drafter", f"{path} holds a drafter of method {config.method}, not {method}")
         if not config.target.is_like(context.embedding):
             name = config.target.name or "another model"
-            raise InvalidParameter("drafter", f"{folder} was trained for {name}, whose embeddings are not this model's")
+            raise InvalidParameter("drafter", f"{path} was trained for {name}, whose embeddings are not this model's")
         config = replace(config, body=replace(config.body, max_positions=context.config.max_positions))
         head = context.embedding if context.config.tie_embeddings else None
         ids, size = draft_ids(config, tensors), context.config.vocab_size
-        checkpoint.check_draft_ids(ids, size, folder)
+        folder.check_draft_ids(ids, size, path)
         ids = ids.to(context.device)
         # On a CPU int8 products are fastest, and a drafter may round as it likes; a GPU has the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
@@ -161,7 +164,7 @@ class DSparkDrafter(TappedDrafter):
         self._caches = caches
         recorder, size = self._recorder(), self.config.block_size
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            self._absorbing.bind(caches, recorder)
+            self._context_kv.bind(caches, recorder)
             self._passes = BlockPasses(
                 self._decoder, caches, block_size, size, self._block, self._trees, self._most, recorder
             )
@@ -169,10 +172,10 @@ class DSparkDrafter(TappedDrafter):
             self._native = self._native_blocks(kernels, block_size)
 
     def _native_blocks(self, kernels: NativeKernels, block_size: int) -> NativeBlocks:
-        assert self._absorbing.view is not None
+        assert self._context_kv.view is not None
         return NativeBlocks(
             kernels,
-            self._absorbing.view,
+            self._context_kv.view,
             masks=self._masks[0].contiguous(),
             norm=self._decoder.final_norm,
             head=self._decoder.head,
@@ -190,32 +193,32 @@ class DSparkDrafter(TappedDrafter):
         self._passes = self._native = None
 
     def _recorder(self) -> GraphRecorder | None:
-        """None: nothing is captured."""
+        """Return what captures drafts; None: nothing is captured."""
         graphs = self._decoder.graphs
         return GraphRecorder() if graphs is not None and graphs.capture and self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def write_context_kv(self, batch: TapBatch) -> None:
-        self._absorbing(batch)
+        self._context_kv(batch)
 
     def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
         width = min(max([row.max_nodes for row in rows]), self._most)
         if self._native is None or not width:
             return super().propose(rows, after)
-        sequences, given = [row.sequence for row in rows], []
+        sequences, block_rows = [row.sequence for row in rows], []
         for sequence, req_index, length in zip(sequences, *self._places(sequences, after), strict=True):
-            waiting = self._take_pending(sequence, length - len(sequence.tokens))
-            given.append(BlockRow(req_index, length, waiting.start, waiting.stop, *self._keys(sequence)))
-        stack = self._decoder.stack(self._caches, max([row.end for row in given]))
+            pending = self._take_pending(sequence, length - len(sequence.tokens))
+            block_rows.append(BlockRow(req_index, length, pending.start, pending.stop, *self._keys(sequence)))
+        stack = self._decoder.stack(self._caches, max([row.end for row in block_rows]))
         assert isinstance(stack, NativeStack)
         self._native.bind(stack, self._columns, self._ring.stored)
-        found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, width)
+        trees, scores = self._native.draft(block_rows, [one.blocks for one in sequences], rows, width)
         if after is None:
             self._caught_up(sequences)
-        return self._on_host(rows, found, scores)
+        return self._on_host(rows, trees, scores)
 
     def _places(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[list[int], list[int]]:
-        """Seats and lengths, which on a CPU the host knows."""
+        """Return request indices and lengths, which the host knows on a CPU."""
         if after is None:
             return [one.req_index for one in sequences], [len(one.tokens) for one in sequences]
         req_indices, lengths = self._where(sequences, after)
@@ -232,19 +235,20 @@ class DSparkDrafter(TappedDrafter):
     def _counts(self, rows: SequenceOf[DraftRequest]) -> list[int]:
         return [min(row.max_nodes, self._most) for row in rows]
 
-    def _shaped(self, rows: SequenceOf[DraftRequest], found: Tensor, scores: Tensor | None) -> Draft:
-        """From tokens, parents and depths (3, B, nodes), in order of their probability, what the rows asked for."""
+    def _shaped(self, rows: SequenceOf[DraftRequest], trees: Tensor, scores: Tensor | None) -> Draft:
+        """Cut trees (tokens, parents and depths, (3, B, nodes)) to what the rows asked for; nodes are in order of
+        probability."""
         if scores is not None:
-            return self._on_host(rows, found.numpy(), scores.numpy())
+            return self._on_host(rows, trees.numpy(), scores.numpy())
         counts = self._counts(rows)
-        tokens, parents, depth = found[:, :, : max(counts)]
+        tokens, parents, depth = trees[:, :, : max(counts)]
         if self._beam == 1:
             return Draft.chains(tokens, torch.tensor(counts), tokens_on_device=True)
         known = depth if self._tree_kernels else None
         return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 
-    def _on_host(self, rows: SequenceOf[DraftRequest], found: Ints, scores: Floats) -> Draft:
-        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)), self._bound)
+    def _on_host(self, rows: SequenceOf[DraftRequest], trees: Ints, scores: Floats) -> Draft:
+        return _drafts(trees, likely_nodes(scores, rows, self._counts(rows)), self._bound)
 
     def _rows(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
@@ -253,75 +257,83 @@ class DSparkDrafter(TappedDrafter):
         return BlockRows(self.last_tokens(req_indices, lengths), lengths, starts, ends, tables)
 
     def _keys(self, sequence: Sequence) -> tuple[int, int]:
-        """The first block of a sequence whose keys are seen, and the positions that its blocks have slots for. Blocks
-        whose K/V are not the drafter's own are left out: keys have their positions in them already."""
+        """Return the first block of a sequence whose keys are seen, and the positions that its blocks have slots for.
+        Blocks without the drafter's own K/V are left out: keys are rotated to their positions already."""
         size, (start, end) = self.block_size, self.kv_range(sequence)
         known = max(end, len(sequence.tokens) - 1)
         return min(-(-start // size), known // size), min(len(sequence.blocks) * size, self.config.body.max_positions)
 
     def _block(self, anchors: Tensor) -> Tensor:
-        """(B * block, H): embeddings of the last tokens, each with its masks behind it."""
+        """Return embeddings (B * block, H) of the last tokens, each with its masks behind it."""
         first = self._embedding[anchors].to(self._masks.dtype)[:, None]
         return torch.cat((first, self._masks.expand(len(anchors), -1, -1)), 1).flatten(0, 1)
 
     def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> tuple[Tensor, Tensor | None]:
-        """(3, B, nodes) tokens, parents and depths from the logits of all rows of the blocks; and, on a CPU, (B, nodes)
-        log probabilities of the nodes' paths."""
+        """Return tokens, parents and depths (3, B, nodes) from the logits of all rows of the blocks; and, on a CPU, log
+        probabilities (B, nodes) of the nodes' paths."""
         positions = logits.view(len(anchors), self.config.block_size, -1)
         depth = min(self.config.depth, nodes)
         positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
         anchor_rows, w1, w2 = self._markov or (None, None, None)
         if (kernels := self._tree_kernels) is not None:
-            found: Tensor = kernels.device_trees(positions, anchors, anchor_rows, w1, w2, self._ids, nodes, self._beam)
-            return found, None
+            trees: Tensor = kernels.device_trees(positions, anchors, anchor_rows, w1, w2, self._ids, nodes, self._beam)
+            return trees, None
         before = None if anchor_rows is None else anchor_rows[anchors]
         tree = grow(lattice(positions, before, w1, w2, CANDIDATES), nodes, self._beam)
         return torch.stack((self._ids[tree.tokens], tree.parents, tree.depth)), tree.score if logits.is_cpu else None
 
     @functools.cached_property
     def _tree_kernels(self) -> ModuleType | None:
-        """None: trees are grown by torch."""
-        kernels, size = _device_tree() if self.device.type == "cuda" else None, self.config.draft_vocab_size
+        """The kernels that grow trees; None: torch does."""
+        kernels, size = _cuda_tree() if self.device.type == "cuda" else None, self.config.draft_vocab_size
         serves = kernels is not None and kernels.serves(self.config.depth, size, self._beam, self._most)
         return kernels if serves else None
 
 
 @functools.cache
-def _device_tree() -> ModuleType | None:
+def _cuda_tree() -> ModuleType | None:
     try:
         require_triton()
-        from paceline.drafters.block import cuda_tree as device_tree
+        from paceline.drafters.block import cuda_tree
     except ImportError:  # no Triton that works here
         return None
-    return device_tree
+    return cuda_tree
 
 
-def _drafts(found: Ints, counts: list[int], bound: int) -> Draft:
-    """The first nodes of trees (3, B, nodes): tokens below `bound`, parents and depths on the host."""
+def _drafts(trees: Ints, counts: list[int], bound: int) -> Draft:
+    """Return the first nodes of trees (3, B, nodes) on the host: tokens below `bound`, parents and depths."""
     most = max(counts)
-    if most < found.shape[2]:
-        found = found[:, :, :most]
+    if most < trees.shape[2]:
+        trees = trees[:, :, :most]
     if min(counts) < most:
-        found = np.where(np.arange(most) < np.array(counts)[:, None], found, PADDING)
-    return Draft.of_trees(found, counts, bound)
+        trees = np.where(np.arange(most) < np.array(counts)[:, None], trees, PADDING)
+    return Draft.of_trees(trees, counts, bound)
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:
-    """(draft vocabulary,) the target's ids."""
-    return checkpoint.draft_ids(tensors["d2t"]) if "d2t" in tensors else torch.arange(config.draft_vocab_size)
+    """Return the target's ids (draft vocabulary,)."""
+    return folder.draft_ids(tensors["d2t"]) if "d2t" in tensors else torch.arange(config.draft_vocab_size)
 
 
-def _anchor_rows(config: DSparkConfig, w1: Tensor, ids: Tensor) -> Tensor:
-    """(V, R): W1 over the target's vocabulary, zero for tokens it has no row for."""
-    if not config.markov_over_draft_vocab:
-        return w1
-    rows = w1.new_zeros(config.body.vocab_size, w1.shape[1])
-    rows[ids] = w1.cpu()
-    return rows
+def _markov_head(
+    config: DSparkConfig, tensors: Mapping[str, Tensor], ids: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return W1 for the target's tokens (V, R), and W1 and W2 for draft tokens.
+
+    With a W1 over the draft vocabulary, rows of other tokens are zero.
+    """
+    if not config.markov_rank:
+        return None
+    w1 = tensors[W1]
+    if config.markov_over_draft_vocab:
+        w1 = w1.new_zeros(config.body.vocab_size, w1.shape[1])
+        w1[ids.cpu()] = tensors[W1].cpu()
+    anchor_rows = w1.to(ids.device, dtype)
+    return anchor_rows, anchor_rows[ids], tensors[W2].to(ids.device, dtype)
 
 
-def shelved(matrix: Tensor, kind: WeightKind, device: torch.device) -> StoredWeight:
-    """A matrix (N, K) as it is kept: in blocks, where its rows are whole ones, or as numbers."""
+def stored_matrix(matrix: Tensor, kind: WeightKind, device: torch.device) -> StoredWeight:
+    """Return a matrix (N, K) as it is stored: in blocks, where its rows are whole ones, or as numbers."""
     if not kind.is_blocks:
         return StoredWeight.of(matrix).to(kind, device)
     whole = matrix.shape[1] % BLOCKS[kind].weights == 0
@@ -330,6 +342,6 @@ def shelved(matrix: Tensor, kind: WeightKind, device: torch.device) -> StoredWei
 
 @torch.inference_mode()
 def head_rows(head: Packed, kernels: Kernels, ids: Tensor, hidden: int, compute: torch.dtype) -> Tensor:
-    """(N, H) output weights of tokens, in whatever layout the kernels keep them: products with unit vectors."""
+    """Return the output weights (N, H) of tokens, in whatever layout the kernels have: products with unit vectors."""
     unit = torch.eye(hidden, dtype=compute, device=ids.device)
     return torch.cat([kernels.logits(part, head)[:, ids] for part in torch.split(unit, PART)]).T.contiguous()

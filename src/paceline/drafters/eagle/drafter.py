@@ -2,8 +2,8 @@
 
 The pair (feature of position t, token t + 1) has its K/V in slot t + 1 and is rotated at t. Slot 0 has no pair, so
 passes read the context through a table of slots (blocks of one slot) that begins at the first valid one. Nodes that are
-expanded keep their K/V in the slots reserved behind the sequence until their draft ends; tokens that are committed are
-absorbed again, with the target's own hidden states.
+expanded have their K/V in the slots reserved behind the sequence until their draft ends; the K/V of committed tokens
+are written again, from the target's own hidden states.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 
 log = logging.getLogger("paceline")
 ROWS, NODES = (1, 4, 16), (8, 16, 32, 64)  # captured numbers of rows and of nodes; larger batches run kernel by kernel
-MOST_KEYS = 1 << 18  # rows times context of a captured draft: attention keeps partial results for all of it
+MOST_KEYS = 1 << 18  # rows times context of a captured draft, for which attention has partial results
 
 
-class Inputs(NamedTuple):
-    """What a draft of B rows reads, all on the device."""
+class DraftInputs(NamedTuple):
+    """Inputs of a draft of B rows, all on the device."""
 
     taps: Tensor  # (B, T, H) from which the target picked each row's last token
     tokens: Tensor  # (B,) these tokens
@@ -53,16 +53,16 @@ class EagleDrafter(TappedDrafter):
     def __init__(
         self, layer: EagleLayer, taps: tuple[int, ...], kernels: Kernels, max_positions: int, top_k: int = TOP_K
     ) -> None:
-        """`top_k` 1 drafts chains."""
+        """`top_k`: children considered of a node; 1: drafts are chains."""
         super().__init__()
         self.name, self.taps, self.kv_layers = layer.config.method, taps, (layer.kv_spec,)
         self.device, self.version = layer.device, layer.digest
         self._layer, self._kernels, self.top_k, self._max_positions = layer, kernels, top_k, max_positions
         self._cache: LayerCache | None = None
         self._recorder = GraphRecorder()
-        self._graphs: dict[tuple[int, int], tuple[Inputs, CudaGraph]] = {}
-        self._kept: list[Tensor] = []  # scratch of the kernels that graphs point into
-        self._work = functools.cache(self._divided)  # few shapes; graphs point into what it returns
+        self._graphs: dict[tuple[int, int], tuple[DraftInputs, CudaGraph]] = {}
+        self._scratch: list[Tensor] = []  # of kernels that graphs point into
+        self._divisions: dict[tuple[int, int, int, int], object] = {}  # graphs point into these; few shapes occur
         self._most_blocks = 0  # of a sequence
 
     @classmethod
@@ -101,11 +101,8 @@ class EagleDrafter(TappedDrafter):
             with torch.cuda.device(self.device):
                 self._capture()
 
-    def close(self) -> None:
-        del self._work
-
     def _capture(self) -> None:
-        """Every shape is compiled, run once and captured, so that no draft waits for any of it."""
+        """Compile, run once and capture every shape, so that no draft waits for any of it."""
         from paceline.platform.triton import parallel_compile
 
         works = {}
@@ -121,19 +118,19 @@ class EagleDrafter(TappedDrafter):
                 work()
                 self._graphs[size] = inputs, self._recorder.capture(work)
                 workspace: Any = getattr(self._kernels, "workspace", None)
-                self._kept += [] if workspace is None else workspace.tensors
+                self._scratch += [] if workspace is None else workspace.tensors
         except RuntimeError as problem:
             self._graphs = {}
             reason = str(problem).partition("\n")[0]
             log.warning("drafts of %s cannot be captured, and run kernel by kernel: %s", self.name, reason)
 
-    def _blank(self, rows: int) -> Inputs:
-        """Rows that write nothing."""
+    def _blank(self, rows: int) -> DraftInputs:
+        """Return inputs of rows that write nothing."""
         shape = rows, len(self.taps), self._layer.config.feature_size
         taps = torch.zeros(shape, dtype=self._layer.dtypes.compute, device=self.device)
         zero = torch.zeros(rows, dtype=torch.int64, device=self.device)
         tables = torch.zeros(rows, self._most_blocks, dtype=torch.int64, device=self.device)
-        return Inputs(taps, zero, zero + 2, zero + 1, zero.clone(), zero.clone(), tables)
+        return DraftInputs(taps, zero, zero + 2, zero + 1, zero.clone(), zero.clone(), tables)
 
     @torch.inference_mode()
     def write_context_kv(self, batch: TapBatch) -> None:
@@ -160,7 +157,7 @@ class EagleDrafter(TappedDrafter):
     def _shape(self, nodes: int) -> TreeShape:
         return TreeShape.of(nodes, self._layer.config.vocab, self.top_k)
 
-    def _inputs(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Inputs:
+    def _inputs(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> DraftInputs:
         taps, tokens = self._ring.load(req_indices, lengths - 2, self._columns)
         sequences = [row.sequence for row in rows]
         width = max(len(one.blocks) for one in sequences)
@@ -171,22 +168,22 @@ class EagleDrafter(TappedDrafter):
         ends = [len(one.blocks) * self.block_size for one in sequences]
         columns = torch.tensor([starts, [row.max_nodes for row in rows], ends])
         (start, max_nodes, end), tables = packed_to(self.device, columns, tables)
-        return Inputs(taps, tokens, lengths, start, max_nodes, end, tables)
+        return DraftInputs(taps, tokens, lengths, start, max_nodes, end, tables)
 
-    def _proposed(self, inputs: Inputs, shape: TreeShape) -> Proposed:
+    def _proposed(self, inputs: DraftInputs, shape: TreeShape) -> Proposed:
         count = len(inputs.tokens)
         rows = next((rows for rows in ROWS if rows >= count), 0)
         if (rows, shape.nodes) not in self._graphs:
             return self._grow(inputs, shape)
         places, graph = self._graphs[rows, shape.nodes]
-        for place, given in zip(places, inputs, strict=True):
-            (place[:count] if place.dim() != 2 else place[:count, : given.shape[1]]).copy_(given)
+        for place, values in zip(places, inputs, strict=True):
+            (place[:count] if place.dim() != 2 else place[:count, : values.shape[1]]).copy_(values)
         places.max_nodes[count:] = 0  # rows that are padding write nothing
         places.lengths[count:], places.starts[count:] = 2, 1
         graph.replay()
         return Proposed(*(part[:count].clone() for part in graph.result))  # the next replay writes them again
 
-    def _grow(self, inputs: Inputs, shape: TreeShape) -> Proposed:
+    def _grow(self, inputs: DraftInputs, shape: TreeShape) -> Proposed:
         layer, cache = self._layer, self._cache
         assert cache is not None
         batch, longest = len(inputs.tokens), inputs.tables.shape[1] * self.block_size
@@ -227,8 +224,8 @@ class EagleDrafter(TappedDrafter):
 
         return grow(logits, features, inputs.max_nodes, shape, expand, layer.tokens)
 
-    def _slots(self, inputs: Inputs, positions: Tensor) -> Tensor:
-        """(B, P) cache slots of positions; beyond a row's blocks any."""
+    def _slots(self, inputs: DraftInputs, positions: Tensor) -> Tensor:
+        """Return the cache slots (B, P) of positions; those beyond a row's blocks are arbitrary."""
         block = (positions // self.block_size).clamp_max(inputs.tables.shape[1] - 1)
         return inputs.tables.gather(1, block) * self.block_size + positions % self.block_size
 
@@ -243,8 +240,9 @@ class EagleDrafter(TappedDrafter):
         table: Tensor | None,  # None: the pass only writes K/V
     ) -> PassPlan:
         batch, longest = (1, 1) if table is None else table.shape
-        divides = self._kernels.captures and table is not None
-        work = self._work(len(owner), batch, path.shape[1], longest) if divides else None
+        work, shape = None, (len(owner), batch, path.shape[1], longest)
+        if self._kernels.captures and table is not None:
+            work = self._divisions[shape] = self._divisions.get(shape) or self._divided(*shape)
         return PassPlan(
             positions=positions.clamp(0, self._layer.num_positions - 1).int(),
             slots=slots.int(),
@@ -259,7 +257,7 @@ class EagleDrafter(TappedDrafter):
         )
 
     def _divided(self, rows: int, batch: int, path_width: int, longest: int) -> object:
-        """How the kernels divide a pass of as many rows for each sequence: known before anything is drawn."""
+        """Return how the kernels divide a pass of `rows`, equally many of each sequence; known before sampling."""
         from paceline.models.backends.cuda.attention.division import Division, Work, tiles_of
 
         body = self._layer.config.body

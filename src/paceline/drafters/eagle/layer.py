@@ -7,6 +7,7 @@ The output of a position takes the place of the feature of the next.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -33,24 +34,16 @@ class EagleLayer:
         kernels: Kernels,
         *,
         device: torch.device,
-        dtypes: Dtypes | None = None,  # None: as the checkpoint stores them
+        dtypes: Dtypes | None = None,  # None: those of the checkpoint
         embedding: Tensor | None = None,
         head: Packed | None = None,
     ) -> None:
-        """`embedding` and `head`: the target's, for what the checkpoint leaves to it."""
+        """`embedding` and `head`: the target's, in place of those that the checkpoint lacks."""
         self.config, self.device, self._kernels = config, device, kernels
-        self.dtypes = dtypes = dtypes or Dtypes.of(tensors["fc.weight"].dtype, device)
+        self.dtypes = dtypes or Dtypes.of(tensors["fc.weight"].dtype, device)
         self.kv_spec = KVSpec(num_kv_heads=config.body.num_kv_heads, head_dim=config.body.head_dim)
-
-        def vector(name: str) -> Tensor | None:
-            found = tensors.get(f"{name}.weight")
-            return None if found is None else found.to(device, dtypes.compute).contiguous()
-
-        def packed(*names: str) -> Packed:
-            parts = [StoredWeight.of(tensors[f"{name}.weight"]).to(dtypes.stored, device) for name in names]
-            biases = [tensors[f"{name}.bias"].to(device, dtypes.compute) for name in names if name in config.biases]
-            return kernels.pack(joined(parts), torch.cat(biases) if biases else None)
-
+        vector = functools.partial(self._vector, tensors)
+        packed = functools.partial(self._packed, tensors)
         attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
         self._fc = packed("fc")
         self._qkv = packed(*(f"{attention}.{part}_proj" for part in "qkv"))
@@ -64,24 +57,38 @@ class EagleLayer:
         self.ids: Tensor | None = None  # (Vd,) the target's tokens of the draft vocabulary
         if config.vocab < config.body.vocab_size:
             self.ids = draft_ids(tensors["d2t"]).to(device)
-        own = tensors.get("embed_tokens.weight")
-        own = embedding if own is None else own.to(device, dtypes.numbers)
-        assert own is not None, "neither the checkpoint nor the target gives an embedding"
-        self._embedding: Tensor = own
-        if config.own_head:
-            self._head = packed("lm_head")
-        elif self.ids is None:
-            assert head is not None, "neither the checkpoint nor the target gives a head"
-            self._head = head
-        else:  # of a target that shares its embedding with its head
-            assert embedding is not None
-            self._head = kernels.pack(embedding[self.ids])
+        self._embedding, self._head = self._ends(tensors, embedding, head)
         self._eps, self._scale = config.body.rms_norm_eps, 1 / math.sqrt(config.body.head_dim)
         self._rope: RopeArgs | None = None
         self.digest = f"{config.taps(target.num_layers)}/{digest(tensors[name] for name in sorted(tensors))}"
 
+    def _vector(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
+        weight = tensors.get(f"{name}.weight")
+        return None if weight is None else weight.to(self.device, self.dtypes.compute).contiguous()
+
+    def _packed(self, tensors: Mapping[str, Tensor], *names: str) -> Packed:
+        parts = [StoredWeight.of(tensors[f"{name}.weight"]).to(self.dtypes.stored, self.device) for name in names]
+        biased = [tensors[f"{name}.bias"] for name in names if name in self.config.biases]
+        biases = [bias.to(self.device, self.dtypes.compute) for bias in biased]
+        return self._kernels.pack(joined(parts), torch.cat(biases) if biases else None)
+
+    def _ends(
+        self, tensors: Mapping[str, Tensor], embedding: Tensor | None, head: Packed | None
+    ) -> tuple[Tensor, Packed]:
+        """Return the embedding and the head: the checkpoint's, or the target's."""
+        own = tensors.get("embed_tokens.weight")
+        used = embedding if own is None else own.to(self.device, self.dtypes.numbers)
+        assert used is not None, "neither the checkpoint nor the target gives an embedding"
+        if self.config.own_head:
+            return used, self._packed(tensors, "lm_head")
+        if self.ids is None:
+            assert head is not None, "neither the checkpoint nor the target gives a head"
+            return used, head
+        assert embedding is not None  # of a target that shares its embedding with its head
+        return used, self._kernels.pack(embedding[self.ids])
+
     def bind(self, positions: int) -> None:
-        """Rotary tables for so many positions: a drafter's own limit is often shorter than its target's context."""
+        """Make rotary tables for `positions`: a drafter's own limit is often shorter than its target's context."""
         body = self.config.body
         cos, sin = rope_tables(body.rope, body.head_dim, positions, self.device)
         self._rope = RopeArgs(cos, sin, self._q_norm, self._k_norm, self._eps)
@@ -92,7 +99,7 @@ class EagleLayer:
         return len(self._rope.cos)
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """(M, T, H) hidden states of the target -> (M, h) features."""
+        """Return features (M, h) from the target's hidden states (M, T, H)."""
         taps = taps.to(self.dtypes.compute)
         if not self.config.fused:
             return taps[:, 0].contiguous()
@@ -110,7 +117,8 @@ class EagleLayer:
         self._queries(self._inputs(tokens, features)[0], plan, cache)
 
     def run(self, tokens: Tensor, features: Tensor, plan: PassPlan, cache: LayerCache) -> Tensor:
-        """(M, h) outputs of such pairs, before the final norm; their K/V are written where the plan has slots."""
+        """Return the outputs (M, h) of pairs of a feature and the token after it, before the final norm; their K/V are
+        written where the plan has slots."""
         kernels = self._kernels
         hidden, residual = self._inputs(tokens, features)
         attended = kernels.attention(self._queries(hidden, plan, cache), plan, cache, self._scale, None)
@@ -119,16 +127,16 @@ class EagleLayer:
         return residual + kernels.linear(kernels.silu_mul(kernels.linear(hidden, self._gate_up)), self._down)
 
     def read(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """(M, Vd) logits in fp32, and the features that the next tokens are paired with."""
+        """Return logits (M, Vd) in fp32, and the features that the next tokens are paired with."""
         normed = outputs if self._norm is None else self._norms(outputs, self._norm)
         return self._kernels.logits(normed, self._head), normed if self.config.norm_output else outputs
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """The target's tokens of ids in the draft vocabulary."""
+        """Return the target's tokens for ids of the draft vocabulary."""
         return drafted if self.ids is None else self.ids[drafted]
 
     def _inputs(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and a residual stream that may be overwritten."""
+        """Return attention's input, and a residual stream that may be overwritten."""
         embedded = self._embedding[tokens].to(self.dtypes.compute)
         if not self.config.fused:
             joint = self._kernels.linear(torch.cat((embedded, features), 1), self._fc)

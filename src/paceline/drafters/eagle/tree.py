@@ -1,8 +1,8 @@
 """Trees that grow where the drafter is confident (EAGLE-2, Li et al. 2024), for all rows of a batch at once.
 
-A level's best nodes by cumulative probability are expanded together; of everything they proposed the best are kept. A
-node is never likelier than its parent and ties go to the earlier level, so the nodes kept form a tree, in topological
-order, and the first n of them are the tree of n nodes. Trees depend on probabilities of the drafter alone, so they are
+A level's best nodes by cumulative probability are expanded together; of all nodes proposed the best make the draft. A
+node is never likelier than its parent and ties go to the earlier level, so these nodes form a tree, in topological
+order, and the first n of them are the tree of n nodes. Trees depend on the drafter's probabilities alone, so they are
 deterministic proposals. Everything is a tensor operation without a host synchronisation.
 """
 
@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TOP_K = 10  # children considered of a node, and nodes expanded on a level, at most
+TOP_K = 10  # most children considered of a node, and most nodes expanded on a level
 DEPTH = 7
 BELOW = DEPTH - 1  # levels whose nodes are expanded
 
 
 class TreeShape(NamedTuple):
-    """What the host decides before a batch is drafted."""
+    """Sizes of a batch's trees, which the host decides before it is drafted."""
 
     nodes: int  # of the largest tree
     children: int  # considered of each node
@@ -33,22 +33,22 @@ class TreeShape(NamedTuple):
         return TreeShape(nodes, children, min(width_of(nodes), children), min(DEPTH, nodes))
 
     def most(self, nodes: int) -> int:
-        """How many of `nodes` nodes a row can have."""
+        """Return how many of `nodes` nodes a row can have."""
         return min(nodes, self.children * (1 + min(width_of(nodes), self.width) * (self.depth - 1)))
 
 
 def width_of(nodes: int) -> int:
-    """Nodes expanded on each level of a tree of so many nodes; all levels together expand no more than it has."""
+    """Return the nodes expanded on each level of a tree of `nodes`; all levels together expand at most `nodes`."""
     return max(nodes // BELOW, 1)
 
 
 class Frontier(NamedTuple):
-    """Nodes to be expanded, W of each row; B rows. Those that are not `alive` stand for nothing."""
+    """Nodes to expand, (B, W). Entries with alive = False are padding."""
 
     tokens: Tensor  # (B, W)
     features: Tensor  # (B, W, h) outputs of their parents
-    number: Tensor  # (B, W) of each among all nodes its row expands, level by level
-    above: Tensor  # (B, W, L) numbers of its ancestors from the root's child down, of the level before; -1 beyond
+    number: Tensor  # (B, W) index among all nodes that the row expands, level by level
+    above: Tensor  # (B, W, L) numbers of the ancestors, from the root's child down to the level before; -1 beyond
     alive: Tensor  # (B, W)
     level: int  # 1: children of the root
 
@@ -66,7 +66,7 @@ Translate = Callable[[Tensor], Tensor]  # ids of the draft vocabulary to the tar
 def grow(
     logits: Tensor, features: Tensor, max_nodes: Tensor, shape: TreeShape, expand: Expand, translate: Translate
 ) -> Proposed:
-    """Trees from logits (B, Vd) and output (B, h) of the root; row b expands at most `max_nodes[b]` nodes."""
+    """Grow trees from logits (B, Vd) and output (B, h) of the root; row b expands at most `max_nodes[b]` nodes."""
     batch, width = len(logits), shape.width
     widths = (max_nodes // BELOW).clamp(1, width)[:, None]  # (B, 1) as `width_of`
     lane = torch.arange(width, device=logits.device)
@@ -92,18 +92,18 @@ def grow(
 
 
 def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest ids and their log-probabilities; a logit that is not a number makes its node worthless."""
+    """Return log probabilities and ids of the likeliest tokens; one of NaN has probability 0."""
     best, ids = logits.topk(count)
     return (best - logits.logsumexp(-1, keepdim=True)).nan_to_num(-torch.inf, -torch.inf, -torch.inf), ids
 
 
 def _taken(values: Tensor, which: Tensor) -> Tensor:
-    """values[b, which[b, i]] of (B, W, ...)."""
+    """Return values[b, which[b, i]] of values (B, W, ...)."""
     return values.gather(1, which[..., None].expand(-1, -1, values.shape[2]))
 
 
 def _ranked(scores: Tensor, tokens: Tensor, parents: Tensor, count: int) -> Proposed:
-    """The best candidates in order, with parents counted in that order."""
+    """Return the best candidates in order, with parents numbered in that order."""
     ranked, order = (part[:, :count] for part in scores.sort(dim=1, descending=True, stable=True))
     rank = torch.zeros_like(tokens)
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))

@@ -1,9 +1,9 @@
 """Medusa (Cai et al. 2024): heads on the target's last hidden state, each of which predicts one position further ahead.
 
 Head i reads the hidden state from which the last token was picked and ranks the tokens i + 1 positions behind it.
-The tree is static: its nodes stand in order of how likely paths of such ranks are accepted, so the first n of them are
-the tree for a budget of n, and its shape is known on the host. Proposals are deterministic, so any target distribution
-is kept. There are no K/V: a draft reads one hidden state of each row, also behind a step that is not read yet.
+The tree is static: nodes are in order of the probability that paths of their ranks are accepted, so the first n are the
+tree of n nodes, and its shape is known on the host. Proposals are deterministic, so any target distribution is kept.
+There are no K/V: a draft reads one hidden state of each row, also behind a step that is not read yet.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
 
 log = logging.getLogger("paceline")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-RANKS = 10  # tokens considered at each position: the published trees look no further
-# How likely the r-th token (from 0) of head i is right where the tokens before it are: FIRST * LATER**i / (r + 1)**2.
-# It gives the first head 60 % at rank 0 and 88 % within rank 4, about as published; the order of nodes follows from it.
+RANKS = 10  # tokens considered at each position, as in the published trees
+# Probability that the r-th token (from 0) of head i is right where the tokens before it are: FIRST * LATER**i /
+# (r + 1)**2. The first head has 60 % at rank 0 and 88 % within rank 4, about as published. It orders the nodes.
 FIRST, LATER = 0.6, 0.8
 MOST_ROWS = 128  # rows of one pass of the heads; larger batches are split, so that few shapes occur
 
 
-class Tree(NamedTuple):
+class StaticTree(NamedTuple):
     """Nodes in order of probability, a parent before its children."""
 
     parents: Ints
@@ -51,18 +51,18 @@ class Tree(NamedTuple):
     rank: Ints
 
     @staticmethod
-    def of(heads: int, ranks: int, most: int = MAX_K) -> Tree:
-        """The likeliest `most` paths; a path is the ranks of its tokens, and less likely than its parent."""
+    def of(heads: int, ranks: int, most: int = MAX_K) -> StaticTree:
+        """Return the likeliest `most` paths; a path is the ranks of its tokens, and less likely than its parent."""
         nodes: list[tuple[int, int, int]] = []
-        waiting = [(-FIRST, -1, 1, 0)] if heads else []  # probability, parent, depth, rank
-        while waiting and len(nodes) < most:
-            likely, parent, depth, rank = heapq.heappop(waiting)
+        queue = [(-FIRST, -1, 1, 0)] if heads else []  # -probability, parent, depth, rank
+        while queue and len(nodes) < most:
+            likely, parent, depth, rank = heapq.heappop(queue)
             if rank + 1 < ranks:
-                heapq.heappush(waiting, (likely * ((rank + 1) / (rank + 2)) ** 2, parent, depth, rank + 1))
+                heapq.heappush(queue, (likely * ((rank + 1) / (rank + 2)) ** 2, parent, depth, rank + 1))
             if depth < heads:
-                heapq.heappush(waiting, (likely * FIRST * LATER**depth, len(nodes), depth + 1, 0))
+                heapq.heappush(queue, (likely * FIRST * LATER**depth, len(nodes), depth + 1, 0))
             nodes.append((parent, depth, rank))
-        return Tree(*np.array(nodes, np.int64).reshape(-1, 3).T)
+        return StaticTree(*np.array(nodes, np.int64).reshape(-1, 3).T)
 
 
 class PackedHead(NamedTuple):
@@ -83,8 +83,8 @@ class MedusaDrafter(TappedDrafter):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`output`: the target's own head, packed for its kernels, for heads without one. `dtype`: in which weights
-        are stored; None: unchanged."""
+        """`output`: the target's own head, packed for its kernels, for heads without one. `dtype`: of stored weights;
+        None: unchanged."""
         super().__init__()
         self.device = device or torch.device("cpu")
         self.version = f"{self.name}/{digest(part for head in heads for part in head.tensors)}"
@@ -94,7 +94,7 @@ class MedusaDrafter(TappedDrafter):
             placed = (None if part is None else part.to(self.device, dtype) for part in (weight, bias))
             return self._kernels.pack(*placed)  # type: ignore[arg-type]
 
-        self._tree = Tree.of(len(heads), min(RANKS, vocab_size))
+        self._tree = StaticTree.of(len(heads), min(RANKS, vocab_size))
         self.depth, self._ranks = int(self._tree.depth.max()), int(self._tree.rank.max()) + 1
         self._heads = [
             PackedHead(
@@ -105,7 +105,7 @@ class MedusaDrafter(TappedDrafter):
         self._choice = torch.from_numpy((self._tree.depth - 1) * self._ranks + self._tree.rank).to(self.device)
         self._captures = self.device.type == "cuda" and self._kernels.captures
         self._recorder, self._graphs = GraphRecorder(), dict[tuple[int, int], CudaGraph]()  # by rows and depth
-        self._inputs: Tensor | None = None  # (MOST_ROWS, H), what graphs read
+        self._inputs: Tensor | None = None  # (MOST_ROWS, H), input of the graphs
         if self.device.type == "cuda":
             first = next(heads[0].tensors)  # (H, H) or (V, H)
             self._inputs = torch.zeros(MOST_ROWS, first.shape[1], dtype=dtype or first.dtype, device=self.device)
@@ -128,7 +128,7 @@ class MedusaDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
-        """On a GPU every shape is run once, which compiles it, and captured, so that no draft waits for either."""
+        """On a GPU, run and capture every shape once, so that no draft waits for compiling or capturing."""
         super().bind(caches, block_size)
         if self._inputs is None:
             return
@@ -168,7 +168,7 @@ class MedusaDrafter(TappedDrafter):
         )
 
     def _ranked(self, hidden: Tensor, depth: int) -> Tensor:
-        """(B, depth * ranks): the likeliest tokens of each head. A graph's result is valid until the next call."""
+        """Return the likeliest tokens (B, depth * ranks) of each head; valid until the next call."""
         if self._inputs is None:
             return self._rank(hidden, depth)
         rows = up(len(hidden))

@@ -38,7 +38,7 @@ class ModelKV:
         return [*range(first, start), *range(end, length)]  # a hit always leaves a token to compute: end < length
 
 
-class Chains:
+class DraftChains:
     """Drafts under construction, longest first, so that the rows still drafting are a prefix."""
 
     def __init__(self, rows: list[int], sequences: list[Sequence], counts: list[int], device: torch.device) -> None:
@@ -91,7 +91,7 @@ class ByPasses:
                 chains.drawn += [(row, depth) for row in drawn]
         return self._finish(chains, len(rows))
 
-    def read(self, rows: SequenceOf[DraftRequest]) -> tuple[Chains, Tensor]:
+    def read(self, rows: SequenceOf[DraftRequest]) -> tuple[DraftChains, Tensor]:
         """Read missing tokens of all rows in one pass; rows that reach their last token draft from the logits."""
         counts = [self.num_nodes(row) for row in rows]
         missing = [self.missing(row.sequence) if count else [] for row, count in zip(rows, counts, strict=True)]
@@ -104,7 +104,7 @@ class ByPasses:
         ready.sort(key=lambda row: -counts[row])
         reading = ready + [row for row, chunk in now.items() if 0 < len(chunk) < len(missing[row])]
         sequences = [rows[row].sequence for row in reading]
-        chains = Chains(ready, sequences[: len(ready)], [counts[row] for row in ready], self._model.device)
+        chains = DraftChains(ready, sequences[: len(ready)], [counts[row] for row in ready], self._model.device)
         if not reading:
             return chains, torch.empty(0)
         positions = [at for row in reading for at in now[row]]
@@ -131,7 +131,7 @@ class ByPasses:
         """Return the blocks within the draft model's context: the target's may be longer."""
         return sequence.blocks[: -(-self._model.config.max_positions // self._block_size)]
 
-    def _extend(self, chains: Chains, active: int, depth: int, tables: Tensor) -> Tensor:
+    def _extend(self, chains: DraftChains, active: int, depth: int, tables: Tensor) -> Tensor:
         """Run one pass over the tokens drawn last."""
         return self._forward(
             chains.tokens[:active, depth - 1],
@@ -142,7 +142,7 @@ class ByPasses:
             max_len=max(chains.lengths[:active]) + depth,
         )
 
-    def _finish(self, chains: Chains, batch: int) -> Draft:
+    def _finish(self, chains: DraftChains, batch: int) -> Draft:
         drafted = [tokens[:count] for tokens, count in zip(chains.tokens.tolist(), chains.counts, strict=True)]
         cut = [self._cut_at_end(sequence, tokens) for sequence, tokens in zip(chains.sequences, drafted, strict=True)]
         tokens = np.zeros((batch, max(map(len, cut))), np.int64)
