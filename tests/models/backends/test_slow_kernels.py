@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.models import kernels
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for, why_slow
 from paceline.models.load import open_model as runtime
@@ -65,7 +64,7 @@ def test_a_gpu_without_what_triton_needs_says_what_is_missing(missing, advice, m
     monkeypatch.setattr(triton_support.shutil, "which", lambda name: None if missing == "gcc" else f"/usr/bin/{name}")
     monkeypatch.setattr(triton_support.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     gpu = torch.device("cuda")
-    assert kernels._for_gpu("auto", gpu, "exact") is None
+    assert kernels_for(gpu).name == "torch"
     sentence = why_slow(TorchKernels(), gpu)
     assert sentence is not None
     assert missing.lower() in str(sentence).replace("C compiler", "gcc").lower()
