@@ -407,7 +407,7 @@ def test_torch_attention_takes_turns_without_changing_its_answer(window, monkeyp
             patch.setattr("paceline.models.backends.torch.LIMIT", 50 * 4 * 7)
             kernels = TorchKernels()
             torch.testing.assert_close(kernels.attention(q, plan, state.cache, 0.25, window), whole)
-            assert len(kernels._reads(plan).parts(window, 4, state.cache)) >= 8
+            assert len(kernels._reads(plan).groups(window, 4, state.cache)) >= 8
         alone = [TorchKernels().attention(q[[i]], rows_of(plan, [i]), state.cache, 0.25, window) for i in range(len(q))]
         torch.testing.assert_close(torch.cat(alone), whole)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,51 @@ class Model(Protocol):
         """Return chains of passes without the host between them; None where passes are not captured."""
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """Weights by their names in a Hugging Face model, brought into the layout of the kernels."""
+
+    config: ModelConfig
+    weights: Mapping[str, Tensor | StoredWeight]
+    kernels: Kernels
+    device: torch.device
+    dtypes: Dtypes
+
+    def stored(self, name: str) -> StoredWeight:
+        weight = StoredWeight.of(self.weights[name])
+        return weight.to(self.dtypes.kept(weight.kind), self.device)
+
+    def vector(self, name: str) -> Tensor:
+        return StoredWeight.of(self.weights[name]).to(WeightKind.of(self.dtypes.compute), self.device).data.contiguous()
+
+    def linear(self, *names: str) -> Packed:
+        """Pack several weights as one product. All of them have a bias or none: the loader has checked the names."""
+        parts = [self.stored(f"{name}.weight") for name in names]
+        biases = [self.vector(f"{name}.bias") for name in names if f"{name}.bias" in self.weights]
+        return self.kernels.pack(parts, torch.cat(biases) if biases else None)
+
+    def layer(self, index: int) -> Layer:
+        layer = f"model.layers.{index}"
+        attention, qk_norm = f"{layer}.self_attn", self.config.qk_norm
+        return Layer(
+            input_norm=self.vector(f"{layer}.input_layernorm.weight"),
+            qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
+            q_norm=self.vector(f"{attention}.q_norm.weight") if qk_norm else None,
+            k_norm=self.vector(f"{attention}.k_norm.weight") if qk_norm else None,
+            output=self.linear(f"{attention}.o_proj"),
+            mlp_norm=self.vector(f"{layer}.post_attention_layernorm.weight"),
+            gate_up=self.linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
+            down=self.linear(f"{layer}.mlp.down_proj"),
+            window=self.config.window(index),
+        )
+
+    def embedding(self, tied_head: Packed | None) -> Any:
+        rows = self.stored("model.embed_tokens.weight")
+        if rows.kind.is_blocks and self.device.type != "cpu":  # only a CPU's kernels read rows of blocks
+            rows = rows.to(WeightKind.of(self.dtypes.compute), self.device)
+        return self.kernels.embedding(rows, tied_head)
+
+
 class Decoder:
     def __init__(
         self,
@@ -70,57 +116,27 @@ class Decoder:
         embedding: Any = None,
         head: Packed | None = None,
     ) -> None:
-        """A drafter's decoder may share `embedding` and `head` with its target: `weights` need not hold them then."""
+        """Pack the weights. A drafter's decoder may share `embedding` and `head` with its target."""
         self.config, self.kernels, self.device = config, kernels, device
         self.torch_threads = kernels.torch_threads
         self.dtypes, self.cache_dtype = dtypes, dtypes.cache
         self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
 
-        def stored(name: str) -> StoredWeight:
-            weight = StoredWeight.of(weights[name])
-            return weight.to(dtypes.kept(weight.kind), device)
-
-        def vector(name: str) -> Tensor:
-            return StoredWeight.of(weights[name]).to(WeightKind.of(dtypes.compute), device).data.contiguous()
-
-        def packed(*names: str) -> Packed:
-            parts = [stored(f"{name}.weight") for name in names]
-            biases = [vector(f"{name}.bias") for name in names if f"{name}.bias" in weights]
-            # Either all of these have a bias or none has: the loader checks names against the config.
-            return kernels.pack(parts, torch.cat(biases) if biases else None)
-
-        def layer(index: int) -> Layer:
-            at = f"model.layers.{index}"
-            attention = f"{at}.self_attn"
-            return Layer(
-                input_norm=vector(f"{at}.input_layernorm.weight"),
-                qkv=packed(*(f"{attention}.{part}_proj" for part in "qkv")),
-                q_norm=vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
-                k_norm=vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
-                output=packed(f"{attention}.o_proj"),
-                mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
-                gate_up=packed(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"),
-                down=packed(f"{at}.mlp.down_proj"),
-                window=config.window(index),
-            )
-
-        self.layers = [layer(index) for index in range(config.num_layers)]
-        self.final_norm = vector("model.norm.weight")
+        packing = _Packing(config, weights, kernels, device, dtypes)
+        self.layers = [packing.layer(index) for index in range(config.num_layers)]
+        self.final_norm = packing.vector("model.norm.weight")
         tied = head is None and config.tie_embeddings
-        self.head = packed("model.embed_tokens" if tied else "lm_head") if head is None else head
-        if embedding is None:
-            rows = stored("model.embed_tokens.weight")
-            if rows.kind.is_blocks and device.type != "cpu":  # only a CPU's kernels read rows of blocks
-                rows = rows.to(WeightKind.of(dtypes.compute), device)
-            embedding = kernels.embedding(rows, self.head if tied else None)
-        self.embedding = embedding  # indexed by token ids
+        self.head = packing.linear("model.embed_tokens" if tied else "lm_head") if head is None else head
+        # (V, H), indexed by token ids
+        self.embedding = packing.embedding(self.head if tied else None) if embedding is None else embedding
         self._shape: StackParams | None = None
         self._stack: tuple[Stack | None, StackParams | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None
         self._native: NativePass | None = None  # None: a pass is made of several calls
-        in_rows = not isinstance(embedding, Tensor) or (embedding.dtype in NUMBERS and embedding.is_contiguous())
+        rows = self.embedding
+        in_rows = not isinstance(rows, Tensor) or (rows.dtype in NUMBERS and rows.is_contiguous())
         if isinstance(kernels, NativeKernels) and in_rows:
-            self._native = NativePass(kernels, embedding, self.final_norm, self.head)
+            self._native = NativePass(kernels, rows, self.final_norm, self.head)
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()

@@ -62,19 +62,9 @@ class Placed:
             config.num_kv_heads,
             longest,
         )
-        sizes = {"header": HEADER, "shares": 4 * self.division.shares}
-        sizes |= dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)
-        sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path}
-        # Four numbers for each tree that only the device knows; it has two rows at least.
-        sizes |= {"trees": 2 * bucket.rows if bucket.path else 0, "tables": self.table_ints}
-        self.at: dict[str, slice] = {}
-        end = 0
-        for name, size in sizes.items():
-            self.at[name] = slice(end, end + size)
-            end = -(-(end + size) // ALIGNED) * ALIGNED
-        self.size = end
+        self.at, self.size = _places(bucket, HEADER, 4 * self.division.shares, self.table_ints)
         self._stages: dict[int, _StagingViews] = {}
-        self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
+        self.device_ints = torch.zeros(self.size, dtype=torch.int32, device=decoder.device)
         self._blank = np.zeros(self.at["tables"].start, np.int32)
         self._blank[self.at["slots"]] = -1
         self._blank[self.at["reach"]] = 1  # a padding row reads one key, so that its result is a number
@@ -128,6 +118,19 @@ class Placed:
             from paceline.models.backends.cuda.place import place_trees
 
             place_trees(self.plan, self.tokens, self.tree_numbers, plan.trees)
+
+
+def _places(bucket: Bucket, header: int, shares: int, tables: int) -> tuple[dict[str, slice], int]:
+    """Lay the parts of a bucket's input out in one buffer; return their places and the buffer's size, in ints."""
+    sizes = {"header": header, "shares": shares} | dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)
+    sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path}
+    # Four numbers for each tree that only the device knows; such a tree has two rows at least.
+    sizes |= {"trees": 2 * bucket.rows if bucket.path else 0, "tables": tables}
+    places, end = {}, 0
+    for name, size in sizes.items():
+        places[name] = slice(end, end + size)
+        end = -(-(end + size) // ALIGNED) * ALIGNED
+    return places, end
 
 
 class _StagingViews:
