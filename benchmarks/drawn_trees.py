@@ -7,7 +7,7 @@ verifies such trees by traversal as they are.
 
 Both ways answer each prompt in turn, in an order that alternates. Seconds are the processor's, of all threads, so that
 other programs on the machine disturb less. The answers differ, being drawn; compare expected values, which have no
-noise of coins, by tree_trials.py.
+noise of coins.
 
     python benchmarks/drawn_trees.py --prompts mt_bench.jsonl --nodes 7 15
 """

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from common import finish
 
-from paceline.drafters.block.config import CONFIDENCE, W2
+from paceline.drafters.block.config import W2
 from paceline.drafters.methods import DSPARK, EAGLE3
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import choose_device
@@ -326,23 +326,21 @@ def soften(trainee: DSparkTrainee, temperatures: list[float], answers: Answers) 
     given = dict(trainee.parameters)
     found = {}
     for temperature in temperatures if len(temperatures) > 1 else ():
-        parameters = divided(given, temperature, trainee.config.body.hidden_size)
+        parameters = divided(given, temperature)
         each = [tau(walk(trainee, answers, nodes, parameters=parameters)) for nodes in (15, 60)]
         found[temperature] = sum(each)
         say(f"logits divided by {temperature:g}: held-out τ of trees of 15 {each[0]:.3f}, of 60 {each[1]:.3f}")
     best = max(found, key=lambda one: found[one]) if found else temperatures[0]
-    trainee.parameters = divided(given, best, trainee.config.body.hidden_size)
+    trainee.parameters = divided(given, best)
     return best
 
 
-def divided(given: Mapping[str, torch.Tensor], temperature: float, hidden: int) -> dict[str, torch.Tensor]:
-    """The head's input and the Markov head give the logits; the confidence head sees what it saw before."""
+def divided(given: Mapping[str, torch.Tensor], temperature: float) -> dict[str, torch.Tensor]:
+    """Return parameters whose logits, of the head's input and the Markov head, are divided by the temperature."""
     found = {name: one.detach().clone() for name, one in given.items()}
     for name in ("norm.weight", W2):
         if name in found:
             found[name] /= temperature
-    if f"{CONFIDENCE}.weight" in found:
-        found[f"{CONFIDENCE}.weight"][:, :hidden] *= temperature
     return found
 
 

@@ -213,7 +213,7 @@ def large_drafter(
         source.config, architecture="qwen3", qk_norm=body.qk_norm, max_positions=max(body.max_positions, 1 << 15)
     )
     target = replace(config.target, hidden_size=size.hidden, num_layers=0, embedding_sample=())
-    return replace(config, body=large, confidence=False, target=target), found
+    return replace(config, body=large, target=target), found
 
 
 def main() -> None:

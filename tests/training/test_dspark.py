@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from paceline.drafters.block.checkpoint import read, write
-from paceline.drafters.block.config import CONFIDENCE, shapes
+from paceline.drafters.block.checkpoint import read
 from paceline.training.acceptance import by_depth, tau, walk
 from paceline.training.data.batch import DeviceRows, anchors
 from paceline.training.data.rows import packed
@@ -135,18 +133,6 @@ def test_a_saved_drafter_is_the_one_that_was_trained(target, tmp_path):
     assert torch.equal(tensors["d2t"] + torch.arange(64), some_vocabulary())
     for name, one in trainee.parameters.items():
         torch.testing.assert_close(tensors[name].float(), one.detach(), atol=1e-2, rtol=1e-2)
-
-
-def test_a_confidence_head_is_not_trained_on(target, tmp_path):
-    trainee = random_trainee(target)
-    tensors = {**trainee.parameters, "d2t": trainee.vocab - torch.arange(len(trainee.vocab))}
-    config = replace(trainee.config, confidence=True)
-    head = {name: torch.ones(shape) for name, shape in shapes(config).items() if name.startswith(CONFIDENCE)}
-    write(tmp_path / "first", config, {name: one.detach() for name, one in (tensors | head).items()})
-    DSparkTrainee.from_folder(tmp_path / "first", target).save(tmp_path / "again")
-    saved = json.loads((tmp_path / "again/config.json").read_text())
-    assert saved["enable_confidence_head"] is False
-    assert not set(head) & set(read(tmp_path / "again")[1])
 
 
 def test_a_tree_accepts_at_least_its_best_chain(target):

@@ -58,7 +58,6 @@ def block(folder, **changes):
         "mask_token_id": 7,
         "draft_vocab_size": 30,
         "markov_rank": 8,
-        "confidence": True,
         "markov_over_draft_vocab": True,
     }
     config = DSparkConfig(**{**given, **changes})
@@ -112,7 +111,7 @@ def test_a_block_drafter_is_written_as_vllm_reads_it(form, tmp_path):
     raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
     ids = torch.arange(0, 60, 2)
     assert raw["architectures"] == ["Qwen3DSparkModel"]
-    assert raw["sample_from_anchor"] is raw["confidence_head_with_markov"] is True
+    assert (raw["sample_from_anchor"], raw["enable_confidence_head"]) == (True, False)
     assert raw["transformer_layer_config"]["rope_parameters"]["rope_theta"] == config.body.rope.theta
     assert torch.equal(stored["lm_head.weight"], HEAD[ids])
     assert torch.equal(stored["d2t"], tensors["d2t"])

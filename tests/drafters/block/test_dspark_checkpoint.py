@@ -29,7 +29,7 @@ def config_of(**changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {**OURS, "qk_norm": True, "confidence": True}, {"markov_rank": 0, "sample_from_anchor": False}],
+    [{}, {**OURS, "qk_norm": True}, {"markov_rank": 0, "sample_from_anchor": False}],
     ids=["dspark", "all", "dflash"],
 )
 def test_what_is_written_is_read(tmp_path, changes):
@@ -46,6 +46,20 @@ def test_what_is_written_is_read(tmp_path, changes):
         assert found == config
         assert loaded.keys() == tensors.keys()
         assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_a_confidence_head_is_ignored(tmp_path):
+    config = config_of()
+    tensors, path = random_tensors(config), tmp_path / "model.safetensors"
+    write(tmp_path, config, tensors)
+    head = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.ones(1)}
+    save_file(load_file(path) | head, path)
+    edit(tmp_path, enable_confidence_head=True, confidence_head_with_markov=True)
+    found, loaded = read(tmp_path)
+    assert found == config
+    assert loaded.keys() == tensors.keys()
+    write(tmp_path, found, loaded)
+    assert json.loads((tmp_path / "config.json").read_text())["enable_confidence_head"] is False
 
 
 @pytest.mark.parametrize("group", [8, 64, None])

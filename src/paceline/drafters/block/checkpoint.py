@@ -1,7 +1,7 @@
 """A block drafter's folder, DSpark or DFlash: config.json and safetensors files.
 
-Embedding and output head are the target's own and not stored. A matrix may be stored as int8 codes beside `NAME_scale`,
-one scale a row or one for each group of a row's columns; reading multiplies them.
+Embedding and output head are the target's own and not stored; a confidence head is ignored. A matrix may be stored as
+int8 codes beside `NAME_scale`, one scale a row or one for each group of a row's columns; reading multiplies them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, W1, DSparkConfig, described, parse, shapes
+from paceline.drafters.block.config import MASKS, TAP_NORM, W1, DSparkConfig, described, parse, shapes
 from paceline.drafters.folder import (
     CONFIG,
     WEIGHTS,
@@ -36,9 +36,9 @@ from paceline.errors import BrokenModel
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 15 << 20  # bytes; size of one file
 SCALE = "_scale"
-SHARED = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "rotary_emb.")  # ignored: the target's own are used
+IGNORED = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "rotary_emb.", "confidence_head.")
 REDUNDANT = ("t2d",)
-SMALL = (TAP_NORM, MASKS, f"{CONFIDENCE}.weight")  # matrices that are never stored as codes
+SMALL = (TAP_NORM, MASKS)  # matrices that are never stored as codes
 
 
 def read(folder: Path) -> tuple[DSparkConfig, dict[str, Tensor]]:
@@ -52,7 +52,7 @@ def read(folder: Path) -> tuple[DSparkConfig, dict[str, Tensor]]:
 def _load(folder: Path) -> dict[str, Tensor]:
     stored = read_tensors(sorted(folder.glob("*.safetensors")), folder, "a .safetensors file")
     named = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
-    return {name: tensor for name, tensor in named.items() if not name.startswith(SHARED)}
+    return {name: tensor for name, tensor in named.items() if not name.startswith(IGNORED)}
 
 
 def quantised(tensors: Mapping[str, Tensor], group: int | None = 64) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from paceline.files.json_fields import Json, JsonFields
 from paceline.models.load.hf_config import parse_config
 from paceline.models.spec import ModelConfig
 
-W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
+W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 TAP_NORM, MASKS = "tap_norm.weight", "mask_embedding.weight"
 
 
@@ -42,7 +42,6 @@ class DSparkConfig:
     mask_token_id: int | None  # None: masks have an embedding of their own
     draft_vocab_size: int
     markov_rank: int = 0  # 0: no Markov head, which is DFlash
-    confidence: bool = False
     sample_from_anchor: bool = True  # row i of a block predicts the token behind it; False: row i > 0 the token at it
     tap_norm: bool = False
     mask_embedding: bool = False
@@ -87,8 +86,6 @@ def shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
         tensors |= {f"layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
     if rank:
         tensors |= {W1: (vocab if config.markov_over_draft_vocab else body.vocab_size, rank), W2: (vocab, rank)}
-    if config.confidence:
-        tensors |= {f"{CONFIDENCE}.weight": (1, hidden + rank), f"{CONFIDENCE}.bias": (1,)}
     if config.tap_norm:
         tensors[TAP_NORM] = (taps, hidden)
     if config.mask_embedding:
@@ -114,7 +111,6 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
         mask_token_id=masks.integer("mask_token_id", least=0, most=body.vocab_size - 1) if has_mask_token else None,
         draft_vocab_size=fields.integer("draft_vocab_size", body.vocab_size, most=body.vocab_size),
         markov_rank=fields.integer("markov_rank", 0, least=0) if W1 in tensors else 0,
-        confidence=f"{CONFIDENCE}.weight" in tensors,
         # Where the key is missing: speculators means False, DSpark folders as published mean True.
         sample_from_anchor=fields.flag("sample_from_anchor", "speculators_model_type" not in raw and is_dspark),
         tap_norm=own.flag("tap_norm"),
@@ -164,8 +160,7 @@ def described(config: DSparkConfig) -> Json:
         "sample_from_anchor": config.sample_from_anchor,
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence and bool(config.markov_rank),
+        "enable_confidence_head": False,
         "target_hidden_size": config.body.hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
     }

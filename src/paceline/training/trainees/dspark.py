@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from paceline.config import MAX_K
 from paceline.drafters.block import checkpoint as dspark_checkpoint
-from paceline.drafters.block.config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
+from paceline.drafters.block.config import MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
 from paceline.drafters.folder import TargetShape, draft_ids
 from paceline.errors import InvalidParameter
 from paceline.models.spec import ModelConfig
@@ -225,7 +225,7 @@ class DSparkTrainee:
         self.parameters = {
             name: tensor.to(device=device, dtype=torch.float32).requires_grad_()
             for name, tensor in tensors.items()
-            if name != "d2t" and not name.startswith(CONFIDENCE)
+            if name != "d2t"
         }
         self.head = target.head[self.vocab].contiguous()
         self.draft_id = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=device)
@@ -259,7 +259,7 @@ class DSparkTrainee:
         )
         offsets = tensors.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         shape = TargetShape.of(target.config, target.embedding, name or config.target.name)
-        trainee.target, trainee.config = target, replace(config, target=shape, confidence=False)
+        trainee.target, trainee.config = target, replace(config, target=shape)
         trainee.vocab = draft_ids(offsets).to(target.device)
         trainee._prepare(tensors, compiled)
         return trainee
