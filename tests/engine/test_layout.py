@@ -63,11 +63,13 @@ def make_draft(noise: random.Random, batch: int, width: int, *, trees: bool) -> 
 def test_every_row_matches_the_definition(seed, num_rows, width, decodes, trees):
     noise = random.Random(seed)
     batch = make_batch(noise, num_rows, decodes=decodes, max_nodes=width)
-    sampled = [index for index, row in enumerate(batch.rows) if row.samples]
+    columns = batch.sequences, batch.first.tolist(), batch.count.tolist(), batch.samples.tolist()
+    rows = list(map(Row, *columns))
+    sampled = batch.sampling.tolist()
     draft = make_draft(noise, len(sampled), width, trees=trees)
     layout = lay_out(batch, draft, BLOCK)
     plan, at, logits, branches = layout.plan, 0, 0, []
-    for index, row in enumerate(batch.rows):
+    for index, row in enumerate(rows):
         tokens, table = row.sequence.tokens, row.sequence.blocks
         assert plan.block_tables[index].tolist() == table + [-1] * (plan.block_tables.shape[1] - len(table))
         for position in range(row.first, row.first + row.count):

@@ -47,17 +47,17 @@ class Batch:
         token_source: Ints | None = None,
     ) -> None:
         self.sequences, self.first, self.count, self.samples, self.tables = sequences, first, count, samples, tables
-        self.ends = first + count  # where the tokens that the step computes end, without drafts
-        self.drafts = drafts or {}  # by row: method and nodes at the most
-        # (B,) the row of the unread verdict the batch follows that a row's token is taken from; -1: the host knows it.
+        self.ends = first + count  # positions behind the tokens that the step computes, drafts left out
+        self.drafts = drafts or {}  # by row: method, and the most nodes
+        # (B,) the row of the unread verdict that has a row's token; -1: the host knows the token.
         self.token_source = token_source
         self.num_drafted = sum([max_nodes for _, max_nodes in self.drafts.values()])  # nodes, at the most
-        self.num_tokens = sum(count.tolist()) + self.num_drafted  # of the target pass at the most
+        self.num_tokens = sum(count.tolist()) + self.num_drafted  # rows of the target pass, at the most
         self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(sequences)
         self.req_indices = req_indices
         self.filled: list[int] = []  # rows that fill a block of the cache
-        self.changes = -1  # the scheduler's count of sequences that joined or left, when it was made
+        self.changes = -1  # the scheduler's count of sequences that joined or left, when the batch was made
 
     @staticmethod
     def of(rows: SequenceOf[Row], tables: Tables = NO_TABLES) -> Batch:
@@ -70,30 +70,21 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def row(self, index: int) -> Row:
-        first, count, samples = int(self.first[index]), int(self.count[index]), bool(self.samples[index])
-        return Row(self.sequences[index], first, count, samples, *self.drafts.get(index, (NONE, 0)))
-
-    @property
-    def reserved(self) -> dict[str, int]:
-        """By sequence: the end of the slots that the step writes, that of its committed token included."""
-        ends = dict(zip([sequence.key for sequence in self.sequences], (self.ends + 1).tolist(), strict=True))
-        for row, (_, max_nodes) in self.drafts.items():
-            ends[self.sequences[row].key] += max_nodes
-        return ends
-
-    @property
-    def rows(self) -> list[Row]:
-        return [self.row(index) for index in range(len(self))]
-
     @property
     def only_decodes(self) -> bool:
         """Every row computes its sequence's last token, and a draft."""
         return self.all_sample and self.num_tokens - self.num_drafted == len(self.sequences)
 
     @property
+    def chunks(self) -> list[int]:
+        """Rows that compute more of a prompt than its last token."""
+        if self.only_decodes:
+            return []
+        return [int(index) for index in np.flatnonzero(~self.samples | (self.count > 1))]
+
+    @property
     def place(self) -> SequenceOf[int] | dict[int, int]:
-        """Of a row that samples among these, by its row of the batch."""
+        """By row that samples: its place among these rows."""
         return range(len(self)) if self.all_sample else {row: at for at, row in enumerate(self.sampling.tolist())}
 
     @property
@@ -105,35 +96,34 @@ class Batch:
         return self.req_indices if self.all_sample else self.req_indices[self.sampling]
 
     @property
-    def chunks(self) -> list[int]:
-        """Rows that read a prompt, but for its last token alone."""
-        if self.only_decodes:
-            return []
-        return [int(index) for index in np.flatnonzero(~self.samples | (self.count > 1))]
-
-    @property
     def sampled_lengths(self) -> Ints:
         """Committed lengths at the start of the step, of rows that sample."""
         return self.ends if self.all_sample else self.ends[self.sampling]
 
+    @property
+    def reserved(self) -> dict[str, int]:
+        """By sequence: the end of the slots that the step writes, that of its committed token included."""
+        ends = dict(zip([sequence.key for sequence in self.sequences], (self.ends + 1).tolist(), strict=True))
+        for row, (_, max_nodes) in self.drafts.items():
+            ends[self.sequences[row].key] += max_nodes
+        return ends
+
 
 class DraftOutcome(NamedTuple):
-    """What came of one row's draft."""
-
     method: str
     nodes: int
-    accepted: int  # drafted tokens the target agreed with, also those that a stop cut off
+    accepted: int  # drafted tokens the target agreed with, also those behind a stop
     depth: int  # of the deepest node
 
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """What a step committed, as columns: most readers look at ended sequences only. A sequence stands here if it
-    committed something, or failed."""
+    """The outcome of a step as columns, by sequence that committed a token or failed; most readers look at ended
+    sequences only."""
 
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)  # of the verdict, by sequence
+    rows: list[int] = field(default_factory=list)  # of the verdict
     kinds: Callable[[int], list[int]] | None = None  # TokenKind of a sequence with a draft; a plain one's is a bonus
     paths: Callable[[int], list[int]] | None = None  # accepted nodes of a sequence's draft; None: the first ones
     drafts: dict[int, DraftOutcome] = field(default_factory=dict)
@@ -167,19 +157,18 @@ class StepTiming:
 
     num_sequences: int
     rows: int  # of the target pass
-    step_s: float  # from the end of the step before, or from the first thing done for this one
-    draft_s: Mapping[str, tuple[int, float]]  # method -> (most nodes of a row, seconds); a drafter that caught up is
-    # left out
+    step_s: float  # from the end of the step before, or from the step's first launch
+    draft_s: Mapping[str, tuple[int, float]]  # by method: most nodes of a row, and seconds; not of one that caught up
     time_is_typical: bool = True  # nothing was captured or compiled in the step
     ahead: bool = False  # launched before the step before it was read
 
 
 @dataclass
 class EngineStats:
-    """What the engine has done so far, and what share of the time was not the model's."""
+    """Sums over all steps."""
 
     num_steps: int = 0
-    num_pass_tokens: int = 0  # rows of target passes, drafted nodes at their budget
+    num_pass_tokens: int = 0  # rows of target passes, each draft at its most nodes
     num_committed_tokens: int = 0
     step_s: float = 0.0
     model_s: float = 0.0
@@ -187,7 +176,7 @@ class EngineStats:
 
     @property
     def overhead_s(self) -> float:
-        """Everything but the model, over all steps."""
+        """Seconds of the steps outside the model."""
         return self.step_s - self.model_s
 
     def add(self, batch: Batch, committed: int, model_s: float, step_s: float, late_captures: int) -> None:

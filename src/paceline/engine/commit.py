@@ -1,8 +1,8 @@
-"""What becomes of a verdict: tokens are appended up to the first stop, blocks published, finished sequences leave.
+"""The outcome of a verdict: tokens are appended up to the first stop, blocks published, finished sequences leave.
 
-`read` is all the next step has to wait for: tokens stand, and sequences that a token or the length ends are known.
-`publish` works out the rest: stop strings, logprobs, figures, shared blocks. Tokens past a stop never existed: they are
-not in the output, the text or the statistics. A stop beats the length limit.
+`read` is all that the next step waits for: tokens are appended, and sequences that a token or the length ends are
+known. `publish` works out the rest: stop strings, logprobs, figures, shared blocks. Tokens past a stop are neither in
+the output nor in the text nor in the statistics. A stop beats the length limit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.core.sequence import Sequence, Status
-from paceline.engine.batch import Batch, DraftOutcome, StepResult
+from paceline.engine.batch import DraftOutcome, StepResult
 from paceline.engine.block_manager import Reserved
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep
@@ -26,25 +26,22 @@ NOT_FINITE = "the model's logits are not finite (NaN or infinity): its weights o
 
 class Committer:
     def __init__(
-        self,
-        scheduler: Scheduler,
-        drafters: DrafterSet,
-        make_text: Callable[[Sequence], OutputText | None],
+        self, scheduler: Scheduler, drafters: DrafterSet, make_text: Callable[[Sequence], OutputText | None]
     ) -> None:
         self._scheduler, self._drafters, self._make_text = scheduler, drafters, make_text
-        self._watched: dict[str, Sequence] = {}
+        self._watched: set[str] = set()  # sequences that ask for more than tokens
         self._texts: dict[str, OutputText] = {}  # of sequences with stop strings
 
     def watch(self, sequence: Sequence) -> None:
-        """More than tokens is asked of it: text that stops it, logprobs, or a grammar."""
-        self._watched[sequence.key] = sequence
+        """Look closer at a sequence with stop strings, logprobs or a grammar."""
+        self._watched.add(sequence.key)
 
     def forget(self, sequence: Sequence) -> None:
-        self._watched.pop(sequence.key, None)
+        self._watched.discard(sequence.key)
         self._texts.pop(sequence.key, None)
 
     def read(self, flight: InFlightStep) -> StepResult:
-        """Wait for the verdict and append what it commits; the one device-to-host copy of the step."""
+        """Wait for the verdict and append the tokens it commits; the one device-to-host copy of the step."""
         batch, result = flight.batch, StepResult()
         finished = Status.FINISHED
         tokens_of, accepted_of = ([], []) if flight.verdict_copy is None else flight.verdict_copy.read()
@@ -52,10 +49,10 @@ class Committer:
             for index in np.flatnonzero(~batch.samples):
                 sequence = batch.sequences[index]
                 if sequence.status is not finished:
-                    sequence.num_computed = int(batch.first[index] + batch.count[index])
+                    sequence.num_computed = int(batch.ends[index])
         ends, sequences, committed, rows = batch.sampled_lengths.tolist(), result.sequences, result.tokens, result.rows
         for row, (sequence, tokens, end) in enumerate(zip(batch.sampled_sequences, tokens_of, ends, strict=True)):
-            if sequence.status is finished:  # after the flight was launched
+            if sequence.status is finished:  # after the step was launched
                 continue
             accepted = len(tokens) - 1
             if tokens[-1] < 0:  # verdict.INVALID: nothing of the step is trusted
@@ -94,6 +91,7 @@ class Committer:
     def publish(self, flight: InFlightStep, result: StepResult, reserved: Reserved) -> None:
         """Work out the rest of a step that was read; sequences that have ended leave. `reserved`: slots written by the
         step or the drafts that were launched behind it."""
+        batch = flight.batch
         if flight.prompts is not None:
             flight.prompts.hand_out()
         if self._watched:
@@ -102,41 +100,27 @@ class Committer:
                     self._look_closer(flight, result, at, sequence)
         for at, (method, nodes, accepted, depth) in result.drafts.items():
             result.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(result.tokens[at])), method)
-            if method in self._drafters.first_drafts:
-                path = range(accepted) if result.paths is None else result.paths(at)
-                self._drafters.count_first(method, accepted > 0 and path[0] == 0)
-        self._drafters.index_prompts(flight.batch)
-        unsettled = self._unsettled(flight.batch)
-        self._drafters.mark(unsettled)
-        self._scheduler.blocks.settle(unsettled, reserved)
+        # Sequences that have filled a block, or were given slots for a draft.
+        grown = [batch.sequences[index] for index in sorted({*batch.filled, *batch.drafts})]
+        grown = [sequence for sequence in grown if not sequence.finished]
+        self._drafters.on_publish(batch, result, grown)
+        self._scheduler.blocks.settle(grown, reserved)
         for at in result.ended:
             self._leave(result.sequences[at])
 
-    @staticmethod
-    def _unsettled(batch: Batch) -> list[Sequence]:
-        """Sequences that have filled a block, or were given room for a draft."""
-        sequences = [batch.sequences[index] for index in sorted({*batch.filled, *batch.drafts})]
-        return [sequence for sequence in sequences if not sequence.finished]
-
     def _look_closer(self, flight: InFlightStep, result: StepResult, at: int, sequence: Sequence) -> None:
-        verdict_copy = flight.verdict_copy
-        if sequence.params.stop and result.tokens[at]:
+        """Find stop strings, a grammar that is too slow, and logprobs."""
+        tokens, verdict_copy = result.tokens[at], flight.verdict_copy
+        if sequence.params.stop and tokens:
             try:
                 self._find_stops(result, at, sequence)
             except Exception as problem:  # of the tokenizer: other requests have no part in it
-                self._fail(result, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
+                _fail(result, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
         if sequence.matcher is not None and sequence.matcher.too_slow:
-            self._fail(result, at, sequence, TOO_SLOW)
+            _fail(result, at, sequence, TOO_SLOW)
         if sequence.logprobs is not None and verdict_copy is not None:
-            sequence.logprobs += verdict_copy.logprobs(
-                result.rows[at], result.tokens[at], sequence.params.logprobs or 0
-            )
-
-    @staticmethod
-    def _fail(result: StepResult, at: int, sequence: Sequence, reason: str) -> None:
-        if sequence.finish_reason is None:
-            result.ended.append(at)
-        sequence.finish_reason, sequence.error = "error", reason
+            most = sequence.params.logprobs or 0
+            sequence.logprobs += verdict_copy.logprobs(result.rows[at], result.tokens[at], most)
 
     def fail(self, sequence: Sequence, reason: str) -> None:
         """End a sequence whose step could not be computed."""
@@ -148,42 +132,47 @@ class Committer:
         self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
 
     def _find_stops(self, result: StepResult, at: int, sequence: Sequence) -> None:
-        """Text of a sequence with stop strings. One that is found beats the length limit, and all that follows it."""
-        text = self._texts.get(sequence.key)
+        """Decode the tokens of a sequence with stop strings, up to the first one that is found."""
+        text = self._texts.get(sequence.key) or self._make_text(sequence)
         if text is None:
-            made = self._make_text(sequence)
-            if made is None:
-                return
-            text = self._texts[sequence.key] = made
+            return
+        self._texts[sequence.key] = text
         tokens, before = result.tokens[at], sequence.num_output - len(result.tokens[at])
-        for kept, token in enumerate(tokens, start=1):
-            if text.push(token, may_stop=before + kept >= sequence.params.min_tokens):
-                self._cut(result, at, sequence, kept, text.stop)
+        for count, token in enumerate(tokens, start=1):
+            if text.push(token, may_stop=before + count >= sequence.params.min_tokens):
+                _cut(result, at, sequence, count, text.stop)
                 break
         if sequence.finish_reason is not None:
             text.finish()
         result.texts[at] = text.take()
         sequence.text += result.texts[at]
 
-    def _cut(self, result: StepResult, at: int, sequence: Sequence, kept: int, stop: str | None) -> None:
-        """The sequence ends with the first `kept` of these tokens, unless the last of them is a stop token itself."""
-        beyond = len(result.tokens[at]) - kept
-        if not beyond and sequence.finish_reason == "stop":
-            return
-        if sequence.finish_reason is None:
-            result.ended.append(at)
-        sequence.finish_reason, sequence.stop_reason = "stop", stop
-        if beyond:
-            del sequence.tokens[-beyond:]
-            sequence.stats.num_committed_tokens -= beyond
-            result.tokens[at] = result.tokens[at][:kept]
-            sequence.num_computed = min(sequence.num_computed, len(sequence.tokens))
+
+def _fail(result: StepResult, at: int, sequence: Sequence, reason: str) -> None:
+    if sequence.finish_reason is None:
+        result.ended.append(at)
+    sequence.finish_reason, sequence.error = "error", reason
+
+
+def _cut(result: StepResult, at: int, sequence: Sequence, count: int, stop: str | None) -> None:
+    """End the sequence with the first `count` of its new tokens, unless the last of them is a stop token itself."""
+    beyond = len(result.tokens[at]) - count
+    if not beyond and sequence.finish_reason == "stop":
+        return
+    if sequence.finish_reason is None:
+        result.ended.append(at)
+    sequence.finish_reason, sequence.stop_reason = "stop", stop
+    if beyond:
+        del sequence.tokens[-beyond:]
+        sequence.stats.num_committed_tokens -= beyond
+        result.tokens[at] = result.tokens[at][:count]
+        sequence.num_computed = min(sequence.num_computed, len(sequence.tokens))
 
 
 def _append(sequence: Sequence, tokens: list[int]) -> int:
-    """Up to the first that ends the sequence, whatever its text; how many."""
+    """Append tokens up to the first that ends the sequence, whatever its text; return their number."""
     params = sequence.params
-    for kept, token in enumerate(tokens, start=1):
+    for count, token in enumerate(tokens, start=1):
         sequence.tokens.append(token)
         if sequence.num_output >= params.min_tokens and token in sequence.ends:
             sequence.finish_reason = "stop"
@@ -191,5 +180,5 @@ def _append(sequence: Sequence, tokens: list[int]) -> int:
         elif sequence.remaining == 0:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
-            return kept
+            return count
     return len(tokens)

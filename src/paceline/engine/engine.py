@@ -41,7 +41,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import Grammars
 
 log = logging.getLogger("paceline")
-OBJECTS_A_ROW = 8  # objects that a step makes for a row and the next step drops, about
+OBJECTS_A_ROW = 8  # objects, about; those of a row that a step makes and the next step drops
 
 
 class Engine:
@@ -70,13 +70,9 @@ class Engine:
         self.policy: Policy = policy or AdaptivePolicy()
         self.clock = StepClock()
         sampler = Sampler(model.config.vocab_size, frozenset(model.config.eos_token_ids), model.device)
+        listeners, context = (self.drafters, self.clock, sampler), self.max_model_len
         self.scheduler = Scheduler(
-            config,
-            self.blocks,
-            self.policy,
-            self.drafters,
-            context=self.max_model_len,
-            listeners=(self.drafters, self.clock, sampler),
+            config, self.blocks, self.policy, self.drafters, context=context, listeners=listeners
         )
         self.runner = Runner(model, cache, self.drafters, sampler)
         with out_of_memory_advice():
@@ -85,16 +81,16 @@ class Engine:
         self.committer = Committer(self.scheduler, self.drafters, self.admission.output_text)
         self.stats = EngineStats()
         expect_objects(OBJECTS_A_ROW * config.max_num_seqs)
-        self.runs_ahead = model.device.type != "cpu"  # a CPU computes when it is asked: there is nothing to hide
+        self.runs_ahead = model.device.type != "cpu"  # a CPU computes in the call: there is no wait to hide
         self._at_work, self._no_collection = False, NoCollection()
         self._requests: dict[str, list[Sequence]] = {}
-        self._flight: InFlightStep | None = None  # launched by the step before
+        self._in_flight: InFlightStep | None = None  # launched by the last call of `step`
         self._reserved = NONE_RESERVED  # slots that drafts begun behind the step under way write
-        self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
+        self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, until its step is published
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Set torch up for all steps inside: entering anew for each takes as long as planning a small step."""
+        """Set torch up for all steps inside: to do so for each takes as long as planning a small step."""
         with torch_threads(self.model.torch_threads), torch.inference_mode():
             self._at_work = True
             try:
@@ -112,25 +108,24 @@ class Engine:
             flight = self._take_in_flight() or self._launch()
             if flight is None:
                 return self._with_failed(StepResult())
-            ahead = self._launch_ahead(flight) if self.runs_ahead else None  # LAUNCH, THEN READ
-            self.policy.learn()
-            result = self._read(flight, ahead)  # the one wait; sequences ended by a token or by length are known
+            ahead = self._launch_ahead(flight) if self.runs_ahead else None  # launch, then read
+            self.policy.learn()  # behind the pass
+            result = self._read(flight, ahead)  # the one wait
             if result is None:
                 return self._with_failed(StepResult())
             if ahead is None and self.runs_ahead and self.scheduler.has_spare_blocks:
-                ahead = self._launch()  # READ, THEN LAUNCH; on a CPU the next call of step() launches
-            self._flight = ahead
-            reserved = self._reserved if ahead is None else ahead.batch.reserved
-            self.committer.publish(flight, result, reserved)  # a stop string found here ends a row of the step ahead
-            self.stats.add(
-                flight.batch, result.num_tokens, flight.model_s, self.clock.step_s, self.runner.late_captures
-            )
+                ahead = self._launch()  # read, then launch; on a CPU the next call of `step` launches
+            self._in_flight = ahead
+            # A stop string found now ends a row of the step ahead.
+            self.committer.publish(flight, result, self._reserved if ahead is None else ahead.batch.reserved)
+            late_captures = self.runner.late_captures
+            self.stats.add(flight.batch, result.num_tokens, flight.model_s, self.clock.step_s, late_captures)
             self.clock.finish()
             return self._with_failed(result)
 
     def _take_in_flight(self) -> InFlightStep | None:
         """Return the step that the last call launched, unless all its sequences have ended since."""
-        flight, self._flight = self._flight, None
+        flight, self._in_flight = self._in_flight, None
         if flight is None or all(sequence.finished for sequence in flight.sequences):
             return None
         self.clock.start_behind(flight)
@@ -163,25 +158,25 @@ class Engine:
             return None
 
     def _read(self, flight: InFlightStep, ahead: InFlightStep | None) -> StepResult | None:
-        """Read a step and learn its time; None where the device failed: then neither it nor the step ahead counts."""
+        """Read a step and note its time; None where the device failed: then neither it nor the step ahead counts."""
         try:
             result = self.committer.read(flight)
         except Exception as problem:
             self._lost = flight.sequences if ahead is None else [*flight.sequences, *ahead.sequences], problem
             return None
-        batch, drafters = flight.batch, self.drafters
-        before_s = drafters.time_devices() if batch.num_drafted else 0.0
-        timing = self.clock.read(flight, drafters.seconds if batch.num_drafted else {}, before_s)
-        if drafters.drafters:
+        timing, plain_s = self.clock.read(flight, self.drafters), None
+        if self.drafters.drafters:
             self.policy.observe(result, timing)
-        plain_s: float | None = timing.step_s
-        if drafters.drafters and batch.only_decodes:
-            plain_s = self.policy.plain_seconds(len(batch), any(sequence.sampled for sequence in result.sequences))
-        self.clock.share(batch, result, timing.step_s, plain_s)
+            if flight.batch.only_decodes:
+                sampled = any(sequence.sampled for sequence in result.sequences)
+                plain_s = self.policy.plain_seconds(len(flight.batch), sampled)
+        else:
+            plain_s = timing.step_s
+        self.clock.share(flight.batch, result, timing.step_s, plain_s)
         return result
 
     def _with_failed(self, result: StepResult) -> StepResult:
-        """Return the result of a step with the requests of a pass that failed; what ended is forgotten."""
+        """Add the requests of a pass that failed to the result of a step, and forget all that ended in it."""
         lost, self._lost = self._lost, None
         sequences, problem = lost if lost is not None else ((), None)
         for sequence in dict.fromkeys(sequences):
@@ -213,7 +208,7 @@ class Engine:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
 
         Requests of one `wait_group` are waited for together; that changes when rows draft, never their tokens.
-        `grammar`: compiled by `grammars`, or the reason why it cannot be; None: compiled here.
+        `grammar`: compiled by `grammars`, or the reason why it cannot be; None: compiled in this call.
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
@@ -238,9 +233,9 @@ class Engine:
         return cancelled
 
     def close(self) -> None:
-        """Close the drafters, which store what they keep for the next run. The parts of an engine do not refer to it,
-        so its memory is free once its last reference is gone."""
-        self._flight = None
+        """Close the drafters, which store what the next run can use. The parts of an engine do not refer to it, so its
+        memory is free once its last reference is gone."""
+        self._in_flight = None
         self.drafters.close()
 
     def _forget(self, sequence: Sequence) -> None:

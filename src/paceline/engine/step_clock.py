@@ -1,23 +1,23 @@
-"""The time of steps: when one began, what it took, and which share of it belongs to each answer."""
+"""The time of steps: when one began, its seconds, and the share of them that belongs to each answer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, StepResult, StepTiming
+from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep
 
-AWAY_SHARE = 0.1  # of a step's time between two calls of `step`: above it the device's time is unknown
+AWAY_SHARE = 0.1  # share of a step's time between two calls of `step`, above which the device's time is unknown
 
 
 class StepClock:
     def __init__(self) -> None:
         self._started = 0.0
         self.step_s = 0.0  # seconds of the step that was read last
-        self._read_at = self._returned_at = 0.0  # when the last step had been read, and when it had returned
-        # Sums over steps that only decoded: seconds they took, and seconds they would have taken without drafts.
+        self._read_at = self._returned_at = 0.0  # when the last step was read, and when it returned
+        # Sums over steps that only decoded: their seconds, and the seconds they would have taken without drafts.
         self._spent_s = self._plain_s = 0.0
 
     def start(self) -> None:
@@ -31,17 +31,13 @@ class StepClock:
         else:
             self._started = self._read_at
 
-    def read(
-        self,
-        flight: InFlightStep,
-        draft_s: Mapping[str, tuple[int, float]],
-        drafted_before_s: float,
-    ) -> StepTiming:
-        """Return the timing of a step that was just read. `drafted_before_s`: the device drafted that long before the
-        step, at the earliest since the step before was read."""
+    def read(self, flight: InFlightStep, drafters: DrafterSet) -> StepTiming:
+        """Return the timing of a step that was just read; early drafts began at most when the step before was read."""
         read_before, self._read_at = self._read_at, time.perf_counter()
+        draft_s: dict[str, tuple[int, float]] = {}
         if flight.batch.num_drafted:
-            self._started = max(self._started - drafted_before_s, min(read_before, self._started))
+            draft_s, before_s = drafters.draft_seconds()
+            self._started = max(self._started - before_s, min(read_before, self._started))
         rows = flight.layout.tokens.shape[0]
         self.step_s = self._read_at - self._started
         return StepTiming(len(flight.batch), rows, self.step_s, draft_s, flight.time_is_typical, flight.ahead)
@@ -49,12 +45,11 @@ class StepClock:
     def share(self, batch: Batch, result: StepResult, step_s: float, plain_s: float | None) -> None:
         """Add a step that only decoded to the sums. A sequence is in every step from its admission to its end, so its
         share is a difference of the sums; its drafted tokens are added here."""
-        if not plain_s or not batch.only_decodes:
-            return
-        self._spent_s += step_s
-        self._plain_s += plain_s
-        for at in result.drafts:
-            result.sequences[at].stats.plain_s += plain_s * (len(result.tokens[at]) - 1)
+        if plain_s and batch.only_decodes:
+            self._spent_s += step_s
+            self._plain_s += plain_s
+            for at in result.drafts:
+                result.sequences[at].stats.plain_s += plain_s * (len(result.tokens[at]) - 1)
 
     def finish(self) -> None:
         self._returned_at = time.perf_counter()
