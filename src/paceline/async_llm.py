@@ -46,7 +46,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | LLM = "smollm2", **options: Any) -> None:
-        """As `LLM`, or over an existing one, which both then serve."""
+        """Load a model with the options of `LLM`, or share an existing `LLM`."""
         if isinstance(model, LLM) and options:
             raise InvalidParameter(next(iter(options)), "the model is loaded already; give options to LLM")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
@@ -59,7 +59,7 @@ class AsyncLLM:
         use_tqdm: bool | Callable[..., ProgressBar] = False,
         **more: Any,
     ) -> list[RequestOutput]:
-        """As `LLM.generate`. Cancelling the task cancels its requests."""
+        """Complete prompts, as `LLM.generate` does. Cancelling the task cancels its requests."""
         return await self._run(self.llm.client.generate_job(prompts, params, use_tqdm, more))
 
     async def chat(
@@ -69,7 +69,7 @@ class AsyncLLM:
         use_tqdm: bool | Callable[..., ProgressBar] = False,
         **more: Any,
     ) -> list[RequestOutput]:
-        """As `LLM.chat`. Cancelling the task cancels its requests."""
+        """Answer conversations, as `LLM.chat` does. Cancelling the task cancels its requests."""
         return await self._run(self.llm.client.chat_job(messages, params, use_tqdm, more))
 
     def stream(
@@ -78,15 +78,15 @@ class AsyncLLM:
         params: SamplingParams | Mapping[str, Any] | None = None,
         **more: Any,
     ) -> AsyncAnswerStream:
-        """Chunks as `LLM.stream` gives them, for `async for`. A request the engine refuses raises at the first one."""
+        """Return the chunks of `LLM.stream`, for `async for`. A refused request raises at the first one."""
         return AsyncAnswerStream(self.llm, StreamedRequest(self.llm.client, prompt, params, more), self._mail_here())
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.llm.tokenizer
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """`function(engine)` on the thread that owns the engine, between two steps."""
+        """Run `function(engine)` on the thread that owns the engine, between two steps."""
         return await asyncio.wrap_future(self.llm.thread.call(function))
 
     async def close(self) -> None:
@@ -146,7 +146,7 @@ class AsyncAnswerStream:
     """An answer under way, as chunks. The last chunk of the request carries the whole answer."""
 
     def __init__(self, llm: LLM, request: StreamedRequest, mail: _Mail) -> None:
-        self._llm, self._request = llm, request  # keeps the LLM alive while the stream is open
+        self._llm, self._request = llm, request  # the LLM stays alive while the stream is open
         self._inbox = _AsyncInbox(mail)  # a separate object: the engine's thread must not keep a dropped stream alive
         self._over = False
         llm.thread.submit([request.request], self._inbox)
@@ -191,7 +191,7 @@ class _AsyncInbox:
         self._woken = asyncio.Event()
 
     def put(self, event: Event, /) -> None:
-        """Called on the engine's thread."""
+        """Take an event, on the engine's thread."""
         self._events.append(event)
         self._mail.post(self._woken.set)
 

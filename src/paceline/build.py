@@ -1,4 +1,4 @@
-"""From a model's name and settings to an engine: the one assembly that LLM, bench, advise, prove and the server use.
+"""The assembly of an engine from a model's name and settings; LLM, bench, advise, prove and the server use it.
 
 `load` reads weights, which may serve several engines; `make_drafters`, `make_policy` and `make_engine` give each engine
 drafters, a policy and a cache of its own. `build` is the three in a row.
@@ -33,7 +33,7 @@ class LoadedTarget:
 
     path: Path
     loaded: LoadedModel
-    note: str | None  # for the user: a fault of the machine that was worked around, what the model leaves out
+    note: str | None  # to the user: a fault of the machine that was worked around, parts of the model that are unused
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EngineBundle:
     memory: PolicyMemory | None  # None: the policy neither starts from earlier runs nor is kept
 
     def close(self) -> None:
-        """Store the state of policy and drafters for the next run, and let go of memory."""
+        """Store the state of policy and drafters for the next run, and free memory."""
         try:
             if self.memory is not None:
                 self.memory.save(self.policy)
@@ -62,7 +62,7 @@ def load(
     kv_dtype: str = "auto",
     progress: PullProgress | None = None,
 ) -> LoadedTarget:
-    """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
+    """Read a model's weights. `tokenizer`: a model whose tokenizer is used in place of the model's own."""
     note = machine.guard_amx(cache_home_if_any())
     path = resolve(model, progress)
     loaded = load_model(
@@ -80,7 +80,7 @@ def load(
 def build(
     target: LoadedTarget, config: EngineConfig, speculation: SpeculationConfig | None = None, *, remember: bool = True
 ) -> EngineBundle:
-    """`remember`: the policy starts from the stored state of earlier runs of this model on this machine."""
+    """Make an engine. `remember`: the policy starts from the state that earlier runs of the model stored."""
     wanted = speculation or SpeculationConfig()
     drafters = make_drafters(target.loaded, wanted)
     policy = make_policy(target.loaded, wanted)
@@ -92,18 +92,18 @@ def build(
 
 
 def make_drafters(
-    loaded: LoadedModel, speculation: SpeculationConfig, given: Mapping[str, Drafter] | None = None
+    loaded: LoadedModel, speculation: SpeculationConfig, shared: Mapping[str, Drafter] | None = None
 ) -> list[Drafter]:
-    """Drafters of every method whose needs are given: a request can choose its own. `given` drafters, by method, are
-    used unchanged, for engines that share the weights of a draft model."""
-    ready = dict(given or {})
+    """Make a drafter of every method whose needs are met: a request can choose its own. `shared` drafters, by method,
+    are used unchanged, for engines that share the weights of a draft model."""
+    ready = dict(shared or {})
     context = drafter_context(loaded, speculation)
     wanted = drafter_specs(speculation, trained_folders(loaded, speculation))
     return [*(_make(each, context) for each in wanted if each.name not in ready), *ready.values()]
 
 
 def _make(wanted: DrafterSpec, context: DrafterContext) -> Drafter:
-    """A drafter of its own model or folder alone."""
+    """Make one drafter; its context names its own model or folder alone."""
     if isinstance(wanted.source, Path):
         context = replace(context, checkpoint=wanted.source)
     elif wanted.source is not None:
@@ -114,7 +114,7 @@ def _make(wanted: DrafterSpec, context: DrafterContext) -> Drafter:
 
 
 def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> DrafterContext:
-    """With the first trained drafter's folder, where there is one."""
+    """Return what drafters are made from, with the first trained drafter's folder, if there is one."""
     decoder, tokenizer = loaded.decoder, loaded.tokenizer
     on_cpu = decoder.device.type == "cpu"
     return DrafterContext(

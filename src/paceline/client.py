@@ -1,6 +1,6 @@
 """The caller's side of requests to the engine's thread: encode, submit, collect, decode.
 
-Everything here runs in the caller's thread or task, except `Job.put`. `LLM` waits for it, `AsyncLLM` awaits it.
+All of it runs in the caller's thread or task, except `Job.put`. `LLM` waits for it, `AsyncLLM` awaits it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Client:
         rows: int,
         seed: int | None = None,
     ) -> None:
-        """`defaults` fill unset sampling parameters; `rows` is how many sequences share a step; of `seed` follow the
-        seeds of requests that have none."""
+        """`defaults` fill unset sampling parameters; `rows`: sequences that share a step; `seed` gives requests without
+        one their seeds."""
         self.thread, self.tokenizer, self._defaults = thread, tokenizer, defaults
         # Requests of a job in the engine at once: enough to fill every row that becomes free.
         self.window = 2 * rows + GROUP
@@ -73,7 +73,7 @@ class Client:
         return (params or SamplingParams()).resolve(self._defaults)
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
-        """Of the next request."""
+        """Return the parameters of the next request."""
         return params if self._seed is None else params.with_seed(derived_seed(self._seed, next(self._seeded)))
 
     def encode(self, prompts: Sequence[Any]) -> list[EncodedPrompt]:
@@ -90,8 +90,8 @@ class Client:
 class Job:
     """Prompts whose answers the caller waits for together.
 
-    They are encoded and submitted in groups while the engine runs, as many as keep it busy. `wake` is called, on the
-    engine's thread, when `advance` has work to do.
+    They are encoded and submitted in groups while the engine runs, enough to keep it busy. `wake` is called on the
+    engine's thread when `advance` has work to do.
     """
 
     wake: Callable[[], None]
@@ -110,13 +110,13 @@ class Job:
         self._resolved: dict[int, SamplingParams] = {}  # by identity: most jobs have one object for all prompts
         self._submitted: dict[str, AnswerReader] = {}  # by request id, in the order of the prompts
         self._ended: list[Ended] = []
-        self._outputs: dict[str, RequestOutput] = {}  # of those that ended and were seen by `advance`
-        self._wanted = 0  # answers that wake the caller
+        self._outputs: dict[str, RequestOutput] = {}  # of ended requests that `advance` has seen
+        self._wanted = 0  # number of answers that wakes the caller
         self._num_tokens = 0  # of the outputs
         self._failure: PacelineError | None = None
 
     def put(self, event: Event, /) -> None:
-        """Called on the engine's thread."""
+        """Take an event, on the engine's thread."""
         if isinstance(event, Ended):
             self._ended.append(event)
         elif isinstance(event, Failed):
@@ -126,7 +126,8 @@ class Job:
             self.wake()
 
     def advance(self) -> bool:
-        """Submit as many prompts as the window allows; True: every answer is there. Raises a failed request's error."""
+        """Submit the prompts that the window allows; return True once every answer is there. Raise a failed request's
+        error."""
         prompts = len(self._prompts)
         while len(self._ended) < prompts:
             if self._failure is not None:
@@ -144,12 +145,12 @@ class Job:
         return True
 
     def cancel(self) -> Future[None]:
-        """A future that is done once no request of the job is left in the engine."""
+        """End the job's requests. The future is done once none of them is left in the engine."""
         ended = {event.request_id for event in self._ended}
-        return self._client.thread.cancel([one for one in self._submitted if one not in ended])
+        return self._client.thread.cancel([request_id for request_id in self._submitted if request_id not in ended])
 
     def close(self) -> None:
-        """The caller waits no longer."""
+        """Close the progress bar: the caller waits no longer."""
         self._progress.close()
 
     def outputs(self) -> list[RequestOutput]:
@@ -179,12 +180,12 @@ class Job:
 
 
 class AnswerReader:
-    """Makes what callers read of one request's events."""
+    """The events of one request as callers read them: chunks and outputs."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: EncodedPrompt, params: SamplingParams, arrival: float | None = None
     ) -> None:
-        """`arrival` None: now."""
+        """`arrival`: when the request came; None: now."""
         self.prompt, self.params = prompt, params
         self._arrival = time.perf_counter() if arrival is None else arrival
         self._text = AnswerText(tokenizer, params.skip_special_tokens)
@@ -235,11 +236,11 @@ class StreamedRequest:
 
     def __init__(self, client: Client, prompt: Any, params: Any, named: Mapping[str, Any] | None = None) -> None:
         named, is_chat = named or {}, is_conversation(prompt)
-        (one,) = per_prompt(only_params(params, named, CHAT_OPTIONS if is_chat else ()), 1)
+        (own,) = per_prompt(only_params(params, named, CHAT_OPTIONS if is_chat else ()), 1)
         options = chat_options(named, client.tokenizer) if is_chat else {}
         (encoded,) = client.encode_chats([prompt], options) if is_chat else client.encode([prompt])
         self.client = client
-        self._reader = AnswerReader(client.tokenizer, encoded, client.seeded(client.resolve(one)))
+        self._reader = AnswerReader(client.tokenizer, encoded, client.seeded(client.resolve(own)))
         self.request = Request(client.next_id(), encoded.tokens, self._reader.params, streamed=True)
         self._unfinished = self.request.params.n  # answers
         self._last: StreamChunk | None = None  # kept until the whole answer follows it
@@ -290,7 +291,7 @@ class AnswerProgress:
         return self._bar is not None
 
     def reached(self, done: int, tokens: int) -> None:
-        """So many prompts are answered, with so many tokens."""
+        """Show that `done` prompts are answered, with `tokens` tokens."""
         if self._bar is not None and done > self._done:
             rate = tokens / max(time.perf_counter() - self._started, 1e-9)
             self._bar.set_postfix_str(f"{rate:.0f} tok/s")

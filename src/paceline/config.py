@@ -15,13 +15,13 @@ AUTO = "auto"  # the method chosen by the policy, per request and step
 MAX_K = 64  # nodes a row may draft in one step
 TRAINED_LEVEL = 6  # level of support of a trained drafter's drafts: it always drafts, and most are good
 MAX_INT = 2**31 - 1  # counts and token ids are int32 on the device
-MOST = 2**63 - 1  # of any other count
+MAX_COUNT = 2**63 - 1  # any other count
 MAX_NGRAM = 64  # tokens of a lookup's longest match: each length has a table of its own
-LONGEST_PATH, LONGEST_NAME = 4096, 255  # of file systems
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes and characters; limits of file systems
 
 
-def whole_number(field: str, value: Any, low: int, high: int = MOST) -> int:
-    """The value as a plain int, or a sentence about what it must be."""
+def whole_number(field: str, value: Any, low: int, high: int = MAX_COUNT) -> int:
+    """Return the value as a plain int, or refuse it with what it must be."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -36,7 +36,7 @@ def whole_number(field: str, value: Any, low: int, high: int = MOST) -> int:
 
 
 def path_or_name(field: str, value: Any) -> str:
-    """A path of any kind, or a name, as text."""
+    """Return a path of any kind, or a name, as text."""
     try:
         text = os.fspath(value)
         if not isinstance(text, str) or "\0" in text:
@@ -57,7 +57,7 @@ def truth(field: str, value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Which methods may draft, and their options. `k` None: the policy decides each step."""
+    """Methods that may draft, and their options. `k` None: the policy decides each step."""
 
     method: str = NONE  # an entry of the METHODS table, NONE or AUTO
     k: int | None = None
@@ -94,20 +94,20 @@ class SpeculationConfig:
 
 
 def paths_or_names(field: str, value: Any) -> tuple[str, ...]:
-    """One, or several, or None."""
+    """Return one value, several or None as a tuple."""
     if value is None:
         return ()
     several = value if isinstance(value, list | tuple) else (value,)
     return tuple(path_or_name(field, each) for each in several)
 
 
-def _refuse_contradictions(field: str, given: tuple[str, ...]) -> None:
-    if "" in given:
+def _refuse_contradictions(field: str, names: tuple[str, ...]) -> None:
+    if "" in names:
         raise InvalidParameter(field, f"is empty; name a model or a folder, or {NONE}")
-    twice = next((each for each in given if given.count(each) > 1), None)
+    twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InvalidParameter(field, f"names {short_repr(twice)} twice; name it once")
-    if NONE in given and len(given) > 1:
+    if NONE in names and len(names) > 1:
         raise InvalidParameter(field, f"names {NONE} and others; leave one of the two out")
 
 
@@ -118,7 +118,7 @@ class EngineConfig:
     block_size: int = 16  # tokens per cache block
     num_blocks: int | None = None  # None: from `kv_cache_bytes`
     kv_cache_bytes: int | None = None  # None: 2 GiB on a CPU, on a GPU what `gpu_memory_fraction` leaves for it
-    gpu_memory_fraction: float = 0.9  # of the GPU's memory, weights and scratch included
+    gpu_memory_fraction: float = 0.9  # share of the GPU's memory, weights and scratch included
     max_num_seqs: int = 64  # sequences that share a step
     max_num_batched_tokens: int = 512  # tokens of one target pass, drafted nodes included
     max_model_len: int | None = None  # None: the model's context, or what the cache can hold

@@ -36,7 +36,7 @@ class InvalidPrompt(PacelineError):
 
 
 class ModelError(PacelineError):
-    """Base of what is wrong with a model."""
+    """Base of errors of a model."""
 
 
 class ModelNotFound(ModelError):
@@ -80,7 +80,7 @@ class EngineDied(PacelineError):
 
 
 def short_repr(value: object, most: int = 80) -> str:
-    """A value as messages quote it: shortened, and never an error of its own."""
+    """Return a value as messages quote it: shortened, and never an error of its own."""
     try:
         text = repr(value)
     except Exception:  # an integer of too many digits, or an object that cannot be printed

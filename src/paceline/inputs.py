@@ -20,7 +20,7 @@ CHAT_OPTIONS = ("tools", "chat_template", "chat_template_kwargs", "add_generatio
 
 
 def each_prompt(prompts: Any) -> list[Any]:
-    """The prompts of a call that was given one or a list of them; they are read by `read_prompt`."""
+    """Return the prompts of a call that takes one or a list of them; `read_prompt` reads each."""
     prompts = _listed(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -34,7 +34,7 @@ def each_prompt(prompts: Any) -> list[Any]:
 
 
 def read_prompt(prompt: Any) -> str | list[int]:
-    """Text, or token ids."""
+    """Return a prompt as text or as token ids."""
     if isinstance(prompt, Mapping):
         prompt = _from_mapping(prompt)
     prompt = _listed(prompt)
@@ -50,12 +50,12 @@ def read_prompt(prompt: Any) -> str | list[int]:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Messages, in place of a prompt."""
+    """Return True if a prompt is a list of messages."""
     return _is_list(prompt) and len(prompt) > 0 and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
 def each_conversation(messages: Any) -> list[Any]:
-    """The conversations of a call that was given one or a list of them."""
+    """Return the conversations of a call that takes one or a list of them."""
     if isinstance(messages, str):
         raise InvalidPrompt("chat() takes a list of messages; for plain text use generate()")
     several = _is_list(messages) and len(messages) > 0 and not isinstance(messages[0], Mapping | str)
@@ -68,10 +68,10 @@ def _from_mapping(prompt: Mapping[str, Any]) -> Any:
     unknown = [key for key, value in prompt.items() if key not in ("prompt", "prompt_token_ids") and value is not None]
     if unknown:
         raise InvalidPrompt(f"{FORMS}; {short_repr(unknown[0])} is not there")
-    given = [value for value in (prompt.get("prompt"), prompt.get("prompt_token_ids")) if value is not None]
-    if len(given) != 1:
+    values = [value for value in (prompt.get("prompt"), prompt.get("prompt_token_ids")) if value is not None]
+    if len(values) != 1:
         raise InvalidPrompt(f"{FORMS}; give one of the two keys, got {short_repr(dict(prompt))}")
-    return given[0]
+    return values[0]
 
 
 def _token_id(token: Any) -> int:
@@ -85,7 +85,7 @@ def _token_id(token: Any) -> int:
 
 
 def _listed(value: Any) -> Any:
-    """Arrays and tensors as lists."""
+    """Return arrays and tensors as lists."""
     is_array = hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, memoryview)
     return value.tolist() if is_array else value
 
@@ -94,40 +94,41 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
-def chat_options(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """As `Tokenizer.render_chat` takes them. What the template does not read is refused: it would have no effect."""
-    named = {name: given[name] for name in CHAT_OPTIONS if given.get(name) is not None}
+def chat_options(arguments: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the options of `Tokenizer.render_chat`. Variables that the template does not read are refused: they would
+    have no effect."""
+    named = {name: arguments[name] for name in CHAT_OPTIONS if arguments.get(name) is not None}
     variables = _variables(named.pop("chat_template_kwargs", {}))
-    goes_on = truth("continue_final_message", named.get("continue_final_message", False))
-    if truth("add_generation_prompt", named.setdefault("add_generation_prompt", not goes_on)) and goes_on:
+    continues = truth("continue_final_message", named.get("continue_final_message", False))
+    if truth("add_generation_prompt", named.setdefault("add_generation_prompt", not continues)) and continues:
         raise InvalidParameter(
             "continue_final_message", "leaves no room for add_generation_prompt; give one of the two"
         )
     if not isinstance(named.get("tools", []), list | tuple):
         raise InvalidParameter("tools", f"must be a list of tools, got {short_repr(named['tools'])}")
-    read = [*variables, *(["tools"] if named.get("tools") else [])]
-    if read:
-        template = tokenizer.chat_template(named.get("chat_template"), with_tools="tools" in read)
-        for name in read:
+    names = [*variables, *(["tools"] if named.get("tools") else [])]
+    if names:
+        template = tokenizer.chat_template(named.get("chat_template"), with_tools="tools" in names)
+        for name in names:
             if name not in template.variables:
                 raise InvalidParameter(name, "the model's chat template does not read it, so it would change nothing")
     return variables | named
 
 
-def _variables(given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InvalidParameter("chat_template_kwargs", f"must map names to values, got {short_repr(given)}")
+def _variables(variables: Any) -> dict[str, Any]:
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidParameter("chat_template_kwargs", f"must map names to values, got {short_repr(variables)}")
     for name in ("messages", *CHAT_OPTIONS):
-        if name in given:
+        if name in variables:
             raise InvalidParameter("chat_template_kwargs", f"{name} is an argument of its own")
-    return dict(given)
+    return dict(variables)
 
 
-def only_params(params: Any, given: Mapping[str, Any], known: Sequence[str]) -> Any:
-    """The sampling parameters of a call under either of their names; other arguments must be `known`."""
-    more = {name: value for name, value in given.items() if name not in ("sampling_params", *known)}
-    refuse(more, CALL, ("sampling_params", "params", "use_tqdm", *known), "this call")
-    named = given.get("sampling_params")
+def only_params(params: Any, arguments: Mapping[str, Any], known: Sequence[str]) -> Any:
+    """Return the sampling parameters of a call, under either of their names; other arguments must be `known`."""
+    others = {name: value for name, value in arguments.items() if name not in ("sampling_params", *known)}
+    refuse(others, CALL, ("sampling_params", "params", "use_tqdm", *known), "this call")
+    named = arguments.get("sampling_params")
     if named is not None and params is not None:
         raise InvalidParameter("sampling_params", "is another name of params; give one of the two")
     return params if named is None else named
@@ -142,7 +143,7 @@ def per_prompt(params: Any, count: int) -> list[SamplingParams | None]:
         )
     if len(params) != count:
         raise InvalidParameter("sampling_params", f"{len(params)} of them for {count} prompts; give one or as many")
-    return [_read_params(one) for one in params]
+    return [_read_params(each) for each in params]
 
 
 def _read_params(params: Any) -> SamplingParams | None:

@@ -1,4 +1,4 @@
-"""The offline API: a model, prompts in, answers out. Names and shapes as in vLLM.
+"""The offline API: a model, prompts in, answers out. Names and shapes are vLLM's.
 
 An `LLM` owns an engine and the thread that steps it. Any thread may call it: the caller encodes, submits and waits for
 its own answers; the requests of all callers share the engine's batches, and no answer depends on the others.
@@ -83,19 +83,19 @@ class LLM:
         prefix_caching: bool = True,
         enforce_eager: bool = False,
         progress: PullProgress | None = None,
-        **theirs: Any,
+        **vllm_arguments: Any,
     ) -> None:
         """Load `model`: an alias, a folder, a .gguf file or a hub id.
 
         `method`, `k`, `draft_model`, `drafter` and `suffix_*` say how tokens are drafted, or `speculative_config` as
         vLLM has it, or a list of such; none of them changes an answer. Of several models and drafters the one that pays
         drafts, chosen for each sequence and step. With `seed`, requests without a seed of their own get one each, in
-        the order in which they are submitted, so that a program gives the same answers again. `tokenizer` names another
+        the order in which they are submitted, so that a program repeats its answers. `tokenizer` names another
         model whose tokenizer is used. Other arguments of vLLM are accepted where they mean the same
         (`gpu_memory_utilization`), and otherwise refused by name.
         """
         started = time.perf_counter()
-        theirs, older = split(theirs)
+        vllm_arguments, older = split(vllm_arguments)
         speculation = _speculation(
             older,
             speculative_config,
@@ -112,11 +112,11 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
             kv_cache_bytes=kv_cache_bytes,
-            gpu_memory_fraction=renamed(theirs, "gpu_memory_utilization", gpu_memory_fraction, 0.9),
-            prefix_caching=renamed(theirs, "enable_prefix_caching", prefix_caching, True),
+            gpu_memory_fraction=renamed(vllm_arguments, "gpu_memory_utilization", gpu_memory_fraction, 0.9),
+            prefix_caching=renamed(vllm_arguments, "enable_prefix_caching", prefix_caching, True),
         )
-        kv_dtype = renamed(theirs, "kv_cache_dtype", kv_dtype, "auto")
-        refuse(theirs, ENGINE, inspect.signature(LLM).parameters, "LLM")
+        kv_dtype = renamed(vllm_arguments, "kv_cache_dtype", kv_dtype, "auto")
+        refuse(vllm_arguments, ENGINE, inspect.signature(LLM).parameters, "LLM")
         self.name = path_or_name("model", model)
         device = _word("device", str(device) if isinstance(device, torch.device) else device)
         seed = None if seed is None else whole_number("seed", seed, 0, SEED_LIMIT - 1)
@@ -171,22 +171,22 @@ class LLM:
         self.close()
 
     def call(self, function: Callable[[Engine], T]) -> T:
-        """`function(engine)` on the thread that owns the engine, between two steps."""
+        """Run `function(engine)` on the thread that owns the engine, between two steps."""
         return self.thread.call(function).result()
 
     @property
     def expected_gain(self) -> float | None:
-        """The gain over plain decoding that the last step's plan expected; None before the first plan."""
+        """Return the gain over plain decoding that the last step's plan expected; None before the first plan."""
         return self._opened.bundle.policy.expected_gain
 
     @property
     def engine(self) -> Engine:
-        """Owned by its thread: other threads only read it, or use `call`."""
+        """Return the engine, which its thread owns: other threads only read it, or use `call`."""
         return self._opened.bundle.engine
 
     @property
     def loaded(self) -> LoadedModel:
-        """The weights in memory."""
+        """Return the weights in memory."""
         return self._opened.loaded
 
     @property
@@ -196,7 +196,7 @@ class LLM:
         return self._open
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: `encode`, `decode`, `apply_chat_template`."""
+        """Return the model's tokenizer: `encode`, `decode`, `apply_chat_template`."""
         return self.tokenizer
 
     def generate(
@@ -234,8 +234,8 @@ class LLM:
         params: SamplingParams | Mapping[str, Any] | None = None,
         **more: Any,
     ) -> AnswerStream:
-        """The answer as it is committed. Prompts are raw; messages go through the chat template, with the further
-        arguments of `chat`.
+        """Return the answer in chunks, as it is committed. Prompts are raw; messages go through the chat template, with
+        the further arguments of `chat`.
 
         Bad input raises here, not at the first chunk. Several streams may be open at once. Closing one, or dropping it,
         cancels its request.
@@ -268,13 +268,13 @@ def _speculation(older: dict[str, Any], config: SpeculativeConfig | None, k: Any
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Also as torch and vLLM spell it."""
+    """Return the name of a dtype, however torch and vLLM spell it."""
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else _word("dtype", dtype)
     return {"float": "float32", "half": "float16"}.get(name, name)
 
 
 def _word(field: str, value: Any) -> str:
-    """A short text; which ones are known is checked where it is used."""
+    """Return a short text; its user checks that it is known."""
     if not isinstance(value, str) or len(value) > 40:
         raise InvalidParameter(field, f"must be one of a few words, got {short_repr(value)}")
     return value
@@ -284,7 +284,7 @@ class AnswerStream:
     """An answer under way, as chunks. The last chunk of the request carries the whole answer."""
 
     def __init__(self, llm: LLM, request: StreamedRequest) -> None:
-        self._llm, self._request = llm, request  # keeps the LLM alive while the stream is open
+        self._llm, self._request = llm, request  # the LLM stays alive while the stream is open
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None: closed
         self._over = False
         llm.thread.submit([request.request], self._events)

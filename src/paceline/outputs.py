@@ -1,4 +1,4 @@
-"""Results returned to the caller: names and shapes as in vLLM, plus speculation's own figures. No torch."""
+"""Results returned to the caller: vLLM's names and shapes, and speculation's own figures. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.config import NONE
 
 @dataclass
 class SpeculationStats:
-    """Counted in committed tokens: tokens cut off by a stop do not count as accepted."""
+    """Counts of drafting, in committed tokens: tokens cut off by a stop do not count as accepted."""
 
     num_drafts: int = 0  # steps that carried a draft
     num_draft_tokens: int = 0
@@ -24,8 +24,8 @@ class SpeculationStats:
     hits_by_method: dict[str, int] = field(default_factory=dict)  # drafts whose first token was accepted
     draft_tokens_by_method: dict[str, int] = field(default_factory=dict)
     accepted_by_method: dict[str, int] = field(default_factory=dict)
-    spent_s: float = 0.0  # in steps that only decoded
-    plain_s: float = 0.0  # time of the same tokens by plain decoding, as estimated by the engine
+    spent_s: float = 0.0  # seconds of steps that only decoded
+    plain_s: float = 0.0  # seconds of these tokens by plain decoding, as the engine estimates
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -33,12 +33,12 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """τ: committed tokens per target pass; plain decoding has 1."""
+        """Return τ: committed tokens per target pass; plain decoding has 1."""
         return self.num_committed_tokens / self.num_target_passes if self.num_target_passes else None
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Speed-up over a live estimate of plain decoding, never more than τ; None where nothing was measured."""
+        """Return the speed-up over a live estimate of plain decoding, never more than τ; None: nothing was measured."""
         if self.spent_s <= 0 or self.plain_s <= 0 or self.mean_acceptance_length is None:
             return None
         return min(self.plain_s / self.spent_s, self.mean_acceptance_length)
@@ -48,7 +48,7 @@ class SpeculationStats:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
     def add(self, nodes: int, depth: int, accepted: int, committed: int, method: str = NONE) -> None:
-        """Count one verified step; its draft had so many nodes, the deepest at `depth`."""
+        """Count one verified step, whose draft had `nodes` nodes, the deepest at `depth`."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed
         if nodes:
@@ -56,13 +56,13 @@ class SpeculationStats:
 
     def add_draft(self, nodes: int, depth: int, accepted: int, method: str) -> None:
         self.num_drafts += 1
-        for counts, more in (
+        for counts, increment in (
             (self.drafts_by_method, 1),
             (self.hits_by_method, int(accepted > 0)),
             (self.draft_tokens_by_method, nodes),
             (self.accepted_by_method, accepted),
         ):
-            counts[method] = counts.get(method, 0) + more
+            counts[method] = counts.get(method, 0) + increment
         self.num_draft_tokens += nodes
         self.num_accepted_tokens += accepted
         drafted_at, accepted_at = self.drafted_per_position, self.accepted_per_position
@@ -74,25 +74,17 @@ class SpeculationStats:
             accepted_at[position] += 1
 
     def merge(self, other: SpeculationStats) -> None:
-        for name in (
-            "num_drafts",
-            "num_draft_tokens",
-            "num_accepted_tokens",
-            "num_target_passes",
-            "num_committed_tokens",
-            "spent_s",
-            "plain_s",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("drafted_per_position", "accepted_per_position"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for i, value in enumerate(theirs):
-                mine[i] += value
-        for name in ("drafts_by_method", "hits_by_method", "draft_tokens_by_method", "accepted_by_method"):
-            counts = getattr(self, name)
-            for method, count in getattr(other, name).items():
-                counts[method] = counts.get(method, 0) + count
+        for name, value in vars(self).items():
+            added = getattr(other, name)
+            if isinstance(value, dict):  # by method
+                for method, count in added.items():
+                    value[method] = value.get(method, 0) + count
+            elif isinstance(value, list):  # by position
+                value.extend([0] * (len(added) - len(value)))
+                for position, count in enumerate(added):
+                    value[position] += count
+            else:
+                setattr(self, name, value + added)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -140,17 +132,17 @@ class DecodedText:
 class CompletionOutput:
     """One answer. Its text is decoded when it is first read."""
 
-    index: int  # which of the n
+    index: int  # number of the answer, below n
     text: DecodedText = DecodedText()
     token_ids: list[int]  # type: ignore[misc]
     finish_reason: str | None  # type: ignore[misc]  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS and length
     logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one and the most likely
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    cumulative_logprob: float | None = None  # the sum over `token_ids`, where `logprobs` were asked for
+    cumulative_logprob: float | None = None  # sum over `token_ids`; None: no `logprobs`
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and copy: the text, not its decoder."""
+        """Return the fields for pickle and copy, with the text in place of its decoder."""
         _ = self.text
         return self.__dict__.copy()
 
@@ -169,7 +161,7 @@ class RequestMetrics:
 
     @property
     def decode_s(self) -> float | None:
-        """From the first token to the last."""
+        """Return the seconds from the first token to the last."""
         if self.first_token_time is None or self.finished_time is None:
             return None
         return self.finished_time - self.first_token_time
@@ -186,7 +178,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    # Per prompt token, where `prompt_logprobs` asks for them: itself and the most likely; None for the first.
+    # For each prompt token, if `prompt_logprobs` asks for them: itself and the most likely; None for the first.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 

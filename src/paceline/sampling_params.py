@@ -22,21 +22,19 @@ from paceline.vllm_compat import SAMPLING, refuse
 MAX_LOGPROBS = 20
 MAX_N = 4096  # answers to one prompt
 SEED_LIMIT = 2**63
-
-
 T = TypeVar("T")
 
 
 def _refusing(cls: type[T]) -> type[T]:
-    """Arguments the dataclass does not have are refused by name, in place of a TypeError."""
+    """Refuse arguments that the dataclass does not have by name, in place of a TypeError."""
     create: Callable[..., None] = cls.__init__
 
     @functools.wraps(create)
-    def init(self: T, *unnamed: Any, **given: Any) -> None:
+    def init(self: T, *unnamed: Any, **values: Any) -> None:
         if unnamed:
             raise InvalidParameter(cls.__name__, "takes its parameters by name, such as temperature=0.7")
-        refuse({name: value for name, value in given.items() if name not in _CHECKS}, SAMPLING, _CHECKS, cls.__name__)
-        create(self, **{name: value for name, value in given.items() if name in _CHECKS})
+        refuse({name: value for name, value in values.items() if name not in _CHECKS}, SAMPLING, _CHECKS, cls.__name__)
+        create(self, **{name: value for name, value in values.items() if name in _CHECKS})
 
     cls.__init__ = init  # type: ignore[assignment]
     return cls
@@ -45,7 +43,7 @@ def _refusing(cls: type[T]) -> type[T]:
 @_refusing
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. What is not set is the model's own default, from its generation_config.
+    """The sampling of one request. Unset fields take the model's own defaults, from its generation_config.
 
         SamplingParams(temperature=0.7, top_p=0.9, max_tokens=200, seed=1)
 
@@ -71,7 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # 0: the chosen token's only; n: also the n most likely
-    prompt_logprobs: int | None = None  # the same of every prompt token but the first
+    prompt_logprobs: int | None = None  # as `logprobs`, for every prompt token but the first
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: Mapping[str, Any] | None = None  # one of structured_outputs.KINDS
@@ -81,7 +79,7 @@ class SamplingParams:
         self._set({name: getattr(self, name) for name in _CHECKS})
 
     def _set(self, values: Mapping[str, Any]) -> None:
-        """Give fields values in their plain form; raises InvalidParameter at the first one out of range."""
+        """Set fields to values in their plain form; raise InvalidParameter at the first one out of range."""
         for name, value in values.items():
             object.__setattr__(self, name, _CHECKS[name](name, value))
         self._refuse_contradictions()
@@ -98,24 +96,24 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Meaningful once resolved: None is not yet a temperature."""
+        """Return True at temperature 0; before `resolve` the temperature may be unknown."""
         return self.temperature == 0
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Return the stop strings."""
         return tuple(self.stop)
 
     @property
     def penalised(self) -> bool:
-        """Whether a penalty makes p depend on earlier tokens beyond the model's logits."""
+        """Return True if a penalty makes p depend on earlier tokens beyond the model's logits."""
         return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def resolve(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Fill every None from a generation_config; only what is filled is checked anew.
+        """Fill every None from a generation_config; only filled fields are checked again.
 
         do_sample false means greedy, true means its temperature or 1.0; without do_sample a temperature written down
-        counts, else greedy. Its top_k, top_p and min_p are only read when the outcome is to sample.
+        counts, else greedy. Its top_k, top_p and min_p are read only for sampling.
         """
         temperature = _default_temperature(defaults) if self.temperature is None else self.temperature
         filters = defaults if temperature > 0 else {}
@@ -145,7 +143,7 @@ class SamplingParams:
                     )
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same, drawn by a seed; a greedy request, and one that has a seed, as it is."""
+        """Return the parameters with a seed; those of a greedy request, or with a seed, stay as they are."""
         if self.greedy or self.seed is not None:
             return self
         seeded = object.__new__(type(self))
@@ -153,14 +151,14 @@ class SamplingParams:
         return seeded
 
     def sub_seed(self, index: int) -> int | None:
-        """The seed of the index-th of n answers; the first one's is the seed itself."""
+        """Return the seed of the index-th of n answers; the first one's is the seed itself."""
         if self.seed is None or index == 0:
             return self.seed
         return derived_seed(self.seed, index)
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """One of many seeds that follow from one."""
+    """Return the index-th of the seeds that follow from one."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % SEED_LIMIT
 
@@ -216,7 +214,7 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
         if isinstance(value, str | bytes | bytearray | Mapping):
             raise TypeError
         return tuple(value)
-    except TypeError:  # also of an array without dimensions, which claims to be iterable
+    except TypeError:  # an array without dimensions claims to be iterable
         raise InvalidParameter(name, f"must be a list of {what}, got {short_repr(value)}") from None
 
 
@@ -258,7 +256,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _speculation(name: str, value: Any) -> str | dict[str, Any] | None:
-    """A method's name, or {"method": ..., "k": ...}; the engine checks that the method exists."""
+    """Return a method's name, or {"method": ..., "k": ...}; the engine checks that the method exists."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Mapping):

@@ -37,7 +37,7 @@ def toy_config(vocab_size: int = 11, max_positions: int = 256, eos_token_ids: tu
 
 
 def context_logits(context: SequenceOf[int], vocab_size: int, salt: str = "") -> list[float]:
-    """The logits of `HashModel` after `context`: normal noise seeded by a hash of every token."""
+    """Return the logits of `HashModel` after `context`: normal noise seeded by a hash of every token."""
     return [float(x) for x in _noise(context, salt).normal(scale=2.0, size=vocab_size)]
 
 
@@ -94,7 +94,7 @@ class HashModel:
 
 
 def read_context(plan: PassPlan, caches: SequenceOf[LayerCache], row: int) -> list[int]:
-    """The tokens a row sees, read from the cache the way a kernel would."""
+    """Read the tokens that a row sees from the cache, as a kernel does."""
     table = plan.block_tables[int(plan.sequence[row])].tolist()
     slots = [
         table[at // plan.block_size] * plan.block_size + at % plan.block_size for at in range(int(plan.prefix[row]))
@@ -110,7 +110,7 @@ def read_context(plan: PassPlan, caches: SequenceOf[LayerCache], row: int) -> li
 
 
 def logits_of(model: Model, tokens: SequenceOf[int], chunks: SequenceOf[int], block_size: int = 4) -> Tensor:
-    """(T, V): logits after every token of one sequence, computed in chunks of the given sizes, over shuffled blocks."""
+    """Return (T, V) logits after every token of one sequence, computed in these chunks, over shuffled blocks."""
     assert sum(chunks) == len(tokens)
     num_blocks = -(-len(tokens) // block_size)
     table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)

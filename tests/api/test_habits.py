@@ -484,7 +484,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_never_ends_is_stopped(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.text.chat_template.MOST_TURNS", 20_000)
+    monkeypatch.setattr("paceline.text.chat_template.MAX_TURNS", 20_000)
     with pytest.raises(PacelineError, match="does not end"):
         ChatTemplate(ENDLESS[name]).render(HELLO)
 

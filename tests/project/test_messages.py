@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paceline"
 GOLDEN = Path(__file__).with_name("messages.txt")
-BASES = {"PacelineError", "BadParameter"}  # the second is the command line's, of typer
+BASES = {"PacelineError", "BadParameter", "VllmArgument"}  # also typer's error and the table of vLLM's arguments
 
 
 def trees() -> dict[str, ast.Module]:

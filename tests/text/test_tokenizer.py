@@ -190,13 +190,13 @@ ENDLESS = {
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_never_ends_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.text.chat_template.MOST_TURNS", 200_000)
+    monkeypatch.setattr("paceline.text.chat_template.MAX_TURNS", 200_000)
     with pytest.raises(PacelineError, match="chat template"):
         ChatTemplate(source).render([{"role": "user", "content": "Hi"}])
 
 
 def test_loops_of_a_template_know_their_length_and_share_a_count_per_rendering(monkeypatch) -> None:
-    monkeypatch.setattr("paceline.text.chat_template.MOST_TURNS", 6)
+    monkeypatch.setattr("paceline.text.chat_template.MAX_TURNS", 6)
     source = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ' ' }}{% endfor %}"
     template = ChatTemplate(source + "{% for a, b in pairs.items() if b %}{{ a }}{{ loop.revindex0 }}{% endfor %}")
     for _ in range(3):

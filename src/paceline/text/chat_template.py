@@ -1,4 +1,4 @@
-"""Renders a model's chat template: jinja2 in a sandbox, set up as transformers does, without importing transformers."""
+"""A model's chat template, rendered by jinja2 in a sandbox that is set up as in transformers, without importing it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from paceline.errors import InvalidPrompt, PacelineError, short_repr
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MOST_TURNS = 1_000_000  # loops and calls of one rendering: a few seconds, and far more than any conversation needs
-LARGEST = 1 << 24  # characters or items of one product, and the largest power
+MAX_TURNS = 1_000_000  # loops and calls of one rendering: a few seconds, far more than a conversation needs
+MAX_PRODUCT = 1 << 24  # characters or items of one product; the largest power
 _turns: ContextVar[Iterator[int]] = ContextVar("_turns")
 
 
 class EndlessTemplate(jinja2.TemplateError):
-    """A template that would not come to an end."""
+    """A template that does not end."""
 
 
 class ChatTemplate:
@@ -36,7 +36,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             tree = environment.parse(source)
-            self.variables = meta.find_undeclared_variables(tree)  # all that it reads
+            self.variables = meta.find_undeclared_variables(tree)  # names that it reads
             for loop in tree.find_all(nodes.For):
                 loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
             self._template = environment.from_string(tree)
@@ -45,11 +45,11 @@ class ChatTemplate:
         self.source = source
 
     def knows_role(self, role: str) -> bool:
-        """The usual ones, and those that the template names."""
+        """Return True for the usual roles and those that the template names."""
         return role in ROLES or f"'{role}'" in self.source or f'"{role}"' in self.source
 
     def render(self, messages: Messages, **variables: Any) -> str:
-        """The text of a conversation, in the format that the model was trained on."""
+        """Return the text of a conversation, in the format that the model was trained on."""
         token = _turns.set(itertools.count(1))
         try:
             return self._template.render(messages=_plain(list(messages)), **_plain(variables))
@@ -66,7 +66,7 @@ class ChatTemplate:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """A conversation as templates take it: content is text, also where it was given in parts."""
+    """Return a conversation as templates take it: content is text, its parts are joined."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidPrompt(
             "a conversation is a list of messages such as {'role': 'user', 'content': 'Hi'}, got "
@@ -103,7 +103,7 @@ def _text_part(part: Any) -> str:
 
 
 def open_ended(text: str, last: Mapping[str, Any]) -> str:
-    """A rendered conversation, cut off behind the content of its last message, for the model to continue that.
+    """Cut a rendered conversation off behind the content of its last message, for the model to continue it.
 
     Many templates trim content, so white space at its end is kept only where the template kept it.
     """
@@ -117,7 +117,7 @@ def open_ended(text: str, last: Mapping[str, Any]) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also without endless work: calls, loops and products are where a template can spend unbounded time."""
+    """A sandbox without endless work: only calls, loops and products can take a template unbounded time."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -127,15 +127,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         sizes = [len(side) if isinstance(side, str | list | tuple) else abs(side) for side in (left, right)]
-        too_large = sizes[1] * max(sizes[0], 1) > LARGEST if operator == "*" else sizes[1] > 64 or sizes[0] > LARGEST
+        too_large = (
+            sizes[1] * max(sizes[0], 1) > MAX_PRODUCT if operator == "*" else sizes[1] > 64 or sizes[0] > MAX_PRODUCT
+        )
         if too_large and not any(isinstance(side, float) for side in (left, right)):
             raise EndlessTemplate(f"{operator} of very large values")
         return super().call_binop(context, operator, left, right)
 
 
 def _count_turn() -> None:
-    if next(_turns.get()) > MOST_TURNS:
-        raise EndlessTemplate(f"its loops and calls do not end within {MOST_TURNS:,} turns")
+    if next(_turns.get()) > MAX_TURNS:
+        raise EndlessTemplate(f"its loops and calls do not end within {MAX_TURNS:,} turns")
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
@@ -170,7 +172,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML, which no model was trained on."""
+    """Write JSON as transformers does: jinja2's own filter escapes HTML, which no model was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -179,7 +181,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The same data in plain JSON types: a template must not reach the methods of a caller's objects."""
+    """Return the data in plain JSON types: a template must not reach the methods of a caller's objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

@@ -26,7 +26,7 @@ class TokenStream:
         raise NotImplementedError
 
     def decode(self, tokens: list[str]) -> str:
-        """All at once, from the start to the end."""
+        """Decode all tokens of a text at once."""
         return "".join([*map(self.push, tokens), self.flush()])
 
 
@@ -34,7 +34,7 @@ StreamFactory = Callable[[], TokenStream]
 
 
 class IncrementalDecoder:
-    """`push` returns the text that later tokens cannot change, `flush` the rest; then the decoder starts anew."""
+    """A stream of token ids. `push` returns text that later tokens cannot change; `flush` returns the rest."""
 
     def __init__(self, token_of: Callable[[int], str | None], skipped: frozenset[str], streams: StreamFactory) -> None:
         self._token_of, self._skipped, self._new_stream = token_of, skipped, streams
@@ -50,7 +50,7 @@ class IncrementalDecoder:
         return rest
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The results of `push` for each token and of `flush`, joined."""
+        """Return the results of `push` for each token and of `flush`, joined."""
         skipped = self._skipped
         tokens = [token for token in map(self._token_of, token_ids) if token is not None and token not in skipped]
         return self._new_stream().decode(tokens)
@@ -112,11 +112,11 @@ class SentencePieceStream(TokenStream):
 
 
 class WindowStream(TokenStream):
-    """Any other decoder: decodes the tokens since the last clean break together with those before it."""
+    """Any other decoder: the tokens since the last clean break are decoded together with those before it."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
         self._decode = decode
-        self._context: list[str] = []  # already shown
+        self._context: list[str] = []  # tokens of text that was returned
         self._pending: list[str] = []
 
     def push(self, token: str) -> str:
@@ -154,7 +154,7 @@ def stream_factory(backend: Backend) -> StreamFactory:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on."""
+    """Return GPT-2's table: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}

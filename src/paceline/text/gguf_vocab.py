@@ -1,4 +1,4 @@
-"""Builds a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json) from a GGUF file's tokenizer.ggml.* fields.
+"""The Hugging Face tokenizer (tokenizer.json, tokenizer_config.json) of a GGUF file's tokenizer.ggml.* fields.
 
 Two kinds are known: byte-level BPE ("gpt2") with the pre-tokenisers in PRE_TOKENIZERS, and SentencePiece BPE ("llama").
 Any other is refused: an approximate tokeniser would feed the model token sequences unlike those of its training.
@@ -47,7 +47,7 @@ PRE_TOKENIZERS: dict[str, list[Json]] = {
 NORMALIZERS: dict[str, Json] = {"qwen2": {"type": "NFC"}}
 
 
-# What each key of a tokenizer holds, if it is there; the lists have an entry for each token, but for the merges.
+# Types of a tokenizer's keys, which may be absent; the lists have an entry for each token, but for the merges.
 TEXTS = ("model", "pre")
 FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
 TOKEN_IDS = tuple(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding"))
@@ -55,7 +55,7 @@ LISTS: dict[str, tuple[type, ...]] = {"tokens": (str,), "merges": (str,), "score
 
 
 def check_tokenizer_fields(metadata: Json, source: str) -> None:
-    """Raise where a key of the tokenizer holds another type than its readers take."""
+    """Refuse a tokenizer whose keys hold other types than their readers take."""
 
     def check(name: str, wanted: str, fits: Callable[[Any], bool]) -> None:
         key = f"tokenizer.ggml.{name}"
@@ -81,7 +81,7 @@ def _is_list(value: object, types: tuple[type, ...]) -> bool:
 
 
 def tokenizer_files(metadata: Json, source: str) -> tuple[Json, Json]:
-    """(tokenizer.json, tokenizer_config.json) of a GGUF file's metadata; `source` names the file in errors."""
+    """Return tokenizer.json and tokenizer_config.json of a GGUF file's metadata; `source` names the file in errors."""
     check_tokenizer_fields(metadata, source)
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -146,7 +146,7 @@ def _sentencepiece_bpe(metadata: Json, tokens: list[str], source: str) -> Json:
 
 
 def merges_from_scores(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """The merge list whose greedy application is SentencePiece's: best score first."""
+    """Return the merge list whose greedy application is SentencePiece's: best score first."""
     ids = {token: i for i, token in enumerate(tokens)}
     merges: list[tuple[float, int, int, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):
@@ -207,7 +207,7 @@ def _tokenizer_config(metadata: Json, tokens: list[str], add_bos_default: bool) 
 
 
 def _post_processor(config: Json, tokens: list[str]) -> Json | None:
-    """Puts bos in front and eos behind where the file says so."""
+    """Put bos in front and eos behind, if the file says so."""
     pieces: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special: Json = {}
     for name, at in (("bos", 0), ("eos", 2)):

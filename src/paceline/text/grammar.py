@@ -21,15 +21,15 @@ from paceline.platform.cpu import usable_cores
 from paceline.text.structured_outputs import ONE_LINE, WHITESPACE
 
 FIELD = "structured_outputs"
-CACHE_BYTES = 32 << 20  # of compiled grammars: mostly 1 MiB each, which take milliseconds; large ones ten times that
+CACHE_BYTES = 32 << 20  # compiled grammars: mostly 1 MiB each and compiled in milliseconds; large ones ten times that
 WORD = 32  # tokens of a word of a mask
-# Processor seconds of masks: what a sequence may use in each step, and what it may be beyond that before it is ended.
-# A mask takes 0.1 ms; of an ambiguous grammar it takes longer with each token, and all others wait for it.
+# Processor seconds of masks: the allowance of a sequence in each step, and the sum beyond it that ends the sequence.
+# A mask takes 0.1 ms; an ambiguous grammar takes longer with each token, and all other sequences wait for it.
 USUAL_S, BEYOND_S = 0.02, 1.0
 
 
 class GrammarTokenizer(Protocol):
-    """What a grammar needs of a tokenizer."""
+    """The part of a tokenizer that a grammar needs."""
 
     def vocab(self) -> list[str]: ...
     def vocab_kind(self) -> str: ...
@@ -45,7 +45,7 @@ class Matched(Protocol):
 
 
 class Grammars:
-    """Compiles what requests ask for. Any thread may call it, so that a long compilation does not hold up a step."""
+    """The compiler of grammars. Any thread may call it, so that a long compilation does not hold up a step."""
 
     def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int, eos_token_ids: SequenceOf[int]) -> None:
         try:
@@ -71,7 +71,7 @@ class Grammars:
         return int(self._compiler.get_cache_size_bytes())
 
     def compile(self, wanted: Mapping[str, Any]) -> Any:
-        """Compiled, from the compiler's cache where it was asked for before."""
+        """Compile a grammar, or take it from the compiler's cache."""
         (kind, value), compiler = next(iter(wanted.items())), self._compiler
         try:
             if kind in ("json", "json_object"):
@@ -91,7 +91,7 @@ class Grammars:
             raise InvalidParameter(FIELD, f"{part} cannot be compiled: {reason}") from error
 
     def _wrong_tag(self, value: Any) -> str | None:
-        """The first tag whose own schema cannot be compiled: the library does not say which it is."""
+        """Return the first tag whose own schema cannot be compiled: the library does not name it."""
         left = [value]
         while left:
             each = left.pop(0)
@@ -119,14 +119,14 @@ class Matcher:
 
     @property
     def too_slow(self) -> bool:
-        """Its grammar takes so long that other sequences suffer: the sequence is to end."""
+        """Return True if the grammar holds other sequences up: the sequence has to end."""
         return self._owed_s > BEYOND_S
 
     def masks(self, sequence: Matched, tokens: SequenceOf[int], parents: SequenceOf[int]) -> np.ndarray[Any, Any]:
-        """(1 + N, W) masks of the last committed token and of a draft's nodes, which are in topological order."""
+        """Return (1 + N, W) masks of the last committed token and of a draft's nodes, in topological order."""
         bits = np.full((1 + len(tokens), self._words), -1, dtype=np.int32)
         if self.too_slow:
-            return bits  # nothing of the step is kept
+            return bits  # the sequence ends, whatever the step yields
         began, output = time.thread_time(), sequence.output_tokens
         for token in output[self._taken :]:
             self._matcher.accept_token(token)
@@ -141,7 +141,7 @@ class Matcher:
     def _fill(
         self, node: int, bits: np.ndarray[Any, Any], tokens: SequenceOf[int], children: dict[int, list[int]]
     ) -> None:
-        """A node that the grammar forbids keeps a mask that allows all: it is never reached."""
+        """Fill the masks below a node. A forbidden node is never reached, so its mask allows all."""
         matcher = self._matcher
         if matcher.is_terminated():
             return
@@ -155,7 +155,7 @@ class Matcher:
 def masks_of(
     sequences: SequenceOf[Matched], tokens: np.ndarray[Any, Any], parents: np.ndarray[Any, Any], nodes: SequenceOf[int]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """`bits` and `row_of` of `GrammarMasks`, on the host; of tokens and parents (S, N) `nodes` each are valid."""
+    """Return `bits` and `row_of` of `GrammarMasks`, on the host. `nodes`: valid nodes of each row."""
     row_of = np.full((len(sequences), tokens.shape[1] + 1), -1, np.int64)
     bits, rows = [], 0
     for at, sequence in enumerate(sequences):
@@ -169,5 +169,5 @@ def masks_of(
 
 
 def _quoted(text: str) -> str:
-    """As a string of xgrammar's EBNF."""
+    """Return a text as a string of xgrammar's EBNF."""
     return json.dumps(text)

@@ -1,7 +1,7 @@
-"""Tokens become text: incremental decoding, stop strings, and what may be shown already.
+"""Stop strings in a text that grows token by token.
 
-Invariant: `shown` never ends in a beginning of a stop string that may yet be completed, so nothing streamed is ever
-taken back. A stop string is found wherever token borders lie; the earliest match wins.
+Invariant: text from `take` never ends in the beginning of a stop string that a later token may complete, so no streamed
+text is taken back. A stop string is found wherever token borders lie; the earliest match wins.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class OutputText:
         self.stop: str | None = None  # the stop string that was found
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
-        """Add a token; True when a stop string is complete, and the text ends there."""
+        """Add a token; return True once a stop string is complete, where the text ends."""
         return self._extend(self._decoder.push(token), may_stop)
 
     def finish(self) -> None:
-        """No more tokens: nothing is held back any longer."""
+        """End the text: none of it is held back any longer."""
         if self.stop is None:
             self._extend(self._decoder.flush(), may_stop=False)
         self._stops = ()
 
     def take(self) -> str:
-        """What became visible since the last call."""
+        """Return the text that became final since the last call."""
         end = len(self.text) - self._held()
         piece = self.text[self._taken : end]
         self._taken = max(self._taken, end)
@@ -46,9 +46,9 @@ class OutputText:
         if not may_stop:
             self._searched = len(self.text)
             return False
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, self._searched)) >= 0]
-        if found:
-            at, self.stop = min(found, key=lambda match: (match[0], -len(match[1])))
+        matches = [(at, stop) for stop in self._stops if (at := self.text.find(stop, self._searched)) >= 0]
+        if matches:
+            at, self.stop = min(matches, key=lambda match: (match[0], -len(match[1])))
             self.text = self.text[: at + len(self.stop) if self._include_stop else at]
             self._stops = ()
             return True
@@ -56,7 +56,7 @@ class OutputText:
         return False
 
     def _held(self) -> int:
-        """Length of the longest tail that could be the beginning of a stop string."""
+        """Return the length of the longest tail that may be the beginning of a stop string."""
         longest = min(self._longest - 1, len(self.text) - self._searched)
         for length in range(longest, 0, -1):
             tail = self.text[-length:]

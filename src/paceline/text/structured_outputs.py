@@ -1,4 +1,4 @@
-"""What a request may ask of the form of its answer: JSON, a schema, a regex, a choice, a grammar, tags. No torch."""
+"""Forms of an answer that a request may ask for: JSON, a schema, a regex, a choice, a grammar, tags. No torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from paceline.errors import InvalidParameter, short_repr
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 ONE_LINE = "disable_any_whitespace"  # vLLM's name: JSON on one line, ", " and ": " between its parts
-_THEIRS = ("disable_additional_properties", "whitespace_pattern")  # vLLM's fields that are refused
+_REFUSED = ("disable_additional_properties", "whitespace_pattern")  # vLLM's fields that are refused
 WHITESPACE = 16  # characters between two parts of a JSON answer; without a bound an answer may never end
 MAX_TEXT = 1 << 20  # characters of a schema, regex or grammar
 
 
 def check(name: str, value: Any) -> dict[str, Any] | None:
-    """A request's wish in its plain form: exactly one of KINDS, first, and ONE_LINE where it is set."""
+    """Return a request's wish in its plain form: exactly one of KINDS, first, and ONE_LINE if it is set."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        fields = {key: getattr(value, key, None) for key in (*KINDS, ONE_LINE, *_THEIRS)}  # StructuredOutputsParams
-        value = {key: given for key, given in fields.items() if given is not None and given is not False}
+        fields = {key: getattr(value, key, None) for key in (*KINDS, ONE_LINE, *_REFUSED)}  # StructuredOutputsParams
+        value = {key: item for key, item in fields.items() if item is not None and item is not False}
     unknown = [key for key in value if key not in KINDS and key != ONE_LINE]
-    given = {key: item for key, item in value.items() if item is not None and item is not False}
-    one_line = given.pop(ONE_LINE, False)
-    if unknown or len(given) != 1:
+    wishes = {key: item for key, item in value.items() if item is not None and item is not False}
+    one_line = wishes.pop(ONE_LINE, False)
+    if unknown or len(wishes) != 1:
         raise InvalidParameter(name, f"takes exactly one of {', '.join(KINDS)}; got {short_repr(dict(value))}")
-    ((kind, item),) = given.items()
+    ((kind, item),) = wishes.items()
     if one_line is not False and (one_line is not True or not kind.startswith("json")):
         raise InvalidParameter(name, f"{ONE_LINE} is true or false, and of json and json_object only")
     if kind in ("json", "structural_tag"):

@@ -1,4 +1,4 @@
-"""Text to tokens and back, chat messages to tokens: as transformers' tokenizers, without importing transformers.
+"""Text to tokens and back, chat messages to tokens: transformers' tokenizers without importing transformers.
 
 tokenizer.json is read by the tokenizers library directly, with the additions of tokenizer_config.json. A folder without
 a tokenizer.json is refused with the way to make one.
@@ -44,7 +44,7 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: Path) -> Tokenizer:
-        """Of a model folder or a .gguf file."""
+        """Read the tokenizer of a model folder or a .gguf file."""
         if path.suffix == ".gguf":
             body, config = tokenizer_files(GGUFFile(path).metadata, str(path))
             return cls(Backend.from_str(json.dumps(body)), config, chat_templates(config))
@@ -62,7 +62,7 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def vocab(self) -> list[str]:
-        """The tokens as the tokenizer spells them, by id."""
+        """Return the tokens as the tokenizer spells them, by id."""
         known = self.backend.get_vocab(with_added_tokens=True)
         spelt = [""] * (max(known.values()) + 1)
         for token, number in known.items():
@@ -70,7 +70,7 @@ class Tokenizer:
         return spelt
 
     def vocab_kind(self) -> str:
-        """How tokens spell bytes: byte_level (GPT-2's letters), byte_fallback (<0x0A>), or raw."""
+        """Return how tokens spell bytes: byte_level (GPT-2's letters), byte_fallback (<0x0A>), or raw."""
         decoder = json.dumps(json.loads(self.backend.to_str()).get("decoder") or {})
         return "byte_level" if "ByteLevel" in decoder else "byte_fallback" if "ByteFallback" in decoder else "raw"
 
@@ -93,14 +93,14 @@ class Tokenizer:
             raise InvalidPrompt("the prompt is not valid Unicode text") from error
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Faster than one by one, and other Python threads can run meanwhile."""
+        """Encode several texts, faster than one by one and while other Python threads run."""
         if len(texts) == 1:
             return [self.encode(texts[0], add_special_tokens)]
         try:
-            found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise InvalidPrompt("a prompt is not valid Unicode text") from error
-        return [list(encoding.ids) for encoding in found]
+        return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -112,7 +112,7 @@ class Tokenizer:
         return IncrementalDecoder(self.backend.id_to_token, skipped, self._streams)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone, special tokens included; part of a character shows as �."""
+        """Return the text of one token alone, special tokens included; part of a character shows as �."""
         return self.decode([token_id], skip_special_tokens=False)
 
     @overload
@@ -128,7 +128,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, *, tokenize: bool = True, **options: Any
     ) -> list[int] | str:
-        """The conversation in the model's chat format, as token ids or, with `tokenize=False`, as text. `options` are
+        """Return the conversation in the model's chat format: token ids, or text with `tokenize=False`. `options` are
         those of `render_chat`."""
         for name in TRANSFORMERS_OPTIONS:
             if options.pop(name, None):
@@ -145,23 +145,23 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation in the model's chat format; further arguments are variables of the template.
+        """Return the conversation in the model's chat format; further arguments are variables of the template.
 
         `continue_final_message`: the last message is left open, for the model to go on with it.
         """
-        read = read_messages(messages)
+        conversation = read_messages(messages)
         known = {"tools": None, "documents": None} | self.named_tokens | variables
         template = self.chat_template(chat_template, with_tools=bool(known["tools"]))
-        for message in read:
+        for message in conversation:
             if not template.knows_role(message["role"]):
                 raise InvalidPrompt(
                     f"the role {short_repr(message['role'])} is not there; usual are {', '.join(ROLES)}"
                 )
-        text = template.render(read, add_generation_prompt=add_generation_prompt, **known)
-        return open_ended(text, read[-1]) if continue_final_message else text
+        text = template.render(conversation, add_generation_prompt=add_generation_prompt, **known)
+        return open_ended(text, conversation[-1]) if continue_final_message else text
 
     def chat_template(self, source: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
-        """The model's own, or one that is given as text."""
+        """Return the model's own template, or the one in `source`."""
         if source is None:
             return self._template("tool_use" if with_tools and "tool_use" in self._sources else "default")
         if not isinstance(source, str):
@@ -180,7 +180,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _add_missing_tokens(self, config: Json) -> None:
-        """Tokens tokenizer_config.json declares and tokenizer.json lacks, in the order of their ids."""
+        """Add tokens that tokenizer_config.json declares and tokenizer.json lacks, in the order of their ids."""
         known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         for token in declared_tokens(config):
             if token.content not in known:
@@ -188,7 +188,7 @@ class Tokenizer:
                 (self.backend.add_special_tokens if token.special else self.backend.add_tokens)([token])
 
 
-_compiled = functools.lru_cache(8)(ChatTemplate)  # templates that callers give, again for each conversation
+_compiled = functools.lru_cache(8)(ChatTemplate)  # a caller's template comes with every conversation
 
 
 def _read_backend(path: Path) -> Backend:
@@ -212,7 +212,7 @@ def _no_tokenizer(folder: Path) -> BrokenModel:
 
 
 def _templates_in(folder: Path, config: Json) -> dict[str, str]:
-    """Template files in the folder take precedence over tokenizer_config.json."""
+    """Return the chat templates of a folder: its template files take precedence over tokenizer_config.json."""
     templates = chat_templates(config)
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
