@@ -27,7 +27,6 @@ from paceline.drafters.tapped import likely_nodes
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
 from tests.drafters.block.dspark_reference import knowing
 from tests.drafters.block.dspark_reference import make as make_block_drafter
@@ -60,6 +59,7 @@ from tests.helpers.contract_toys import (
     run,
 )
 from tests.helpers.fakes import requests_strategy
+from tests.helpers.refusals import refuses
 
 METHODS = list(TABLE)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
@@ -344,7 +344,7 @@ def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
     assert used[2]
     assert engine.drafters.failures == 0
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    with pytest.raises(InvalidParameter, match=f"choose from .*{other}"):
+    with refuses("speculation"):
         engine.add_request("x", [1], params(speculation=f"{method}:third"))
 
 

@@ -18,8 +18,8 @@ from paceline.drafters.base import DrafterContext
 from paceline.drafters.method_names import by_vllm_name, drafter_specs, matches_method
 from paceline.drafters.methods import DFLASH, DRAFT_MODEL, MEDUSA, METHODS, NGRAM, SUFFIX
 from paceline.drafters.speculative_config import check, read
-from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
+from tests.helpers.refusals import refuses
 
 SOURCE = Path(paceline.__file__).parent
 TABLE, NO_METHODS = "drafters/methods.py", "config.py"
@@ -126,16 +126,11 @@ def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"draft_model": ("a", "b", "a")}, "draft_model: names 'a' twice"),
-        ({"drafter": ("a", NONE)}, "drafter: names none and others"),
-        ({"drafter": 7}, "drafter: must be a name or a path"),
-    ],
+    ("field", "value"), [("draft_model", ("a", "b", "a")), ("drafter", ("a", NONE)), ("drafter", 7)]
 )
-def test_drafters_that_contradict_each_other_are_refused(given: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InvalidParameter, match=problem):
-        SpeculationConfig(method=AUTO, **given)
+def test_drafters_that_contradict_each_other_are_refused(field: str, value: Any) -> None:
+    with refuses(field):
+        SpeculationConfig(method=AUTO, **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -149,9 +144,8 @@ def test_drafters_that_contradict_each_other_are_refused(given: dict[str, Any], 
     ],
 )
 def test_an_option_without_effect_is_refused(given: dict[str, object], only_chosen: bool, field: str) -> None:
-    with pytest.raises(InvalidParameter) as refused:
+    with refuses(field):
         check(SpeculationConfig(**given), only_chosen=only_chosen)  # type: ignore[arg-type]
-    assert refused.value.field == field
 
 
 def test_options_of_other_methods_are_fine_where_requests_may_choose() -> None:
@@ -177,21 +171,21 @@ def test_a_list_of_vllms_settings_names_several_drafters() -> None:
     meant = read([{"model": "a"}, {"method": "ngram", "prompt_lookup_max": 3}], base)
     assert (meant.drafter, meant.ngram_max) == ((NONE,), 3), "no packaged drafter beside those that are named"
     assert read([{"method": "ngram", "num_speculative_tokens": 3}], base).k == 3
-    for wrong, problem in (
-        ([], "empty list"),
-        ([{"method": "ngram"}, "suffix"], "or a list of them"),
-        ([{"method": "ngram"}, {"method": "ngram"}], "twice"),
-        ([{"model": "a"}, {"model": "a"}], "twice"),
-        ([{"method": "ngram"}, {}], "neither a method nor a model"),
-        ([{"method": "medusa", "model": "a"}, {"method": "medusa"}], "needs a model"),
-        ([{"model": "a", "num_speculative_tokens": 3}, {"method": "suffix"}], "num_speculative_tokens"),
+    for wrong, field in (
+        ([], "speculative_config"),
+        ([{"method": "ngram"}, "suffix"], "speculative_config"),
+        ([{"method": "ngram"}, {"method": "ngram"}], "speculative_config"),
+        ([{"model": "a"}, {"model": "a"}], "draft_model"),
+        ([{"method": "ngram"}, {}], "speculative_config"),
+        ([{"method": "medusa", "model": "a"}, {"method": "medusa"}], "speculative_config"),
+        ([{"model": "a", "num_speculative_tokens": 3}, {"method": "suffix"}], "speculative_config"),
     ):
-        with pytest.raises(InvalidParameter, match=problem):
+        with refuses(field):
             read(wrong, base)  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_method_is_a_draft_model_and_means_nothing_to_a_lookup() -> None:
     assert read({"model": "small"}, SpeculationConfig(method=AUTO)).method == DRAFT_MODEL
     for wrong in ({"method": NGRAM, "model": "small"}, {"method": SUFFIX, "prompt_lookup_max": 3}, {"method": NONE}):
-        with pytest.raises(InvalidParameter, match="speculative_config"):
+        with refuses("speculative_config"):
             read(wrong, SpeculationConfig(method=AUTO))

@@ -14,18 +14,15 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
-from paceline.drafters import METHODS, DrafterContext
+from paceline.drafters import METHODS, Draft, DrafterContext, KVSpec, TappedDrafter
 from paceline.drafters.block.config import W1, W2
 from paceline.drafters.heads.checkpoint import MedusaHead
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
-from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.backends.cpu.kernels import NativeKernels
-from paceline.models.kv_cache import KVSpec
 from paceline.models.pass_chain import READ
 from paceline.models.plan import ModelOutput, PassPlan
 from paceline.models.weights import Dtypes, WeightKind

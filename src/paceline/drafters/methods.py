@@ -6,13 +6,14 @@ read without torch, so that the command line can check its flags first: a drafte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.config import AUTO
+from paceline.errors import BrokenModel
+from paceline.files.json_fields import read_json
 
 if TYPE_CHECKING:
     from paceline.drafters.base import Drafter
@@ -146,10 +147,9 @@ def methods_of(raw: Mapping[str, Any]) -> list[Method]:
 def config_of(folder: Path) -> Mapping[str, Any]:
     """Return a folder's config.json; empty where it has none, or a broken one."""
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(folder / "config.json")
+    except BrokenModel:
         return {}
-    return raw if isinstance(raw, dict) else {}
 
 
 def accepts_folder(method: str, folder: Path) -> bool:

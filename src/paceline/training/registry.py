@@ -60,7 +60,7 @@ class BuiltTrainee:
 
 
 def _built_by(module: str, **fixed: Any) -> Callable[[TraineeContext], BuiltTrainee]:
-    """Return a call of a trainee's `build`; `fixed` are arguments of it."""
+    """Return a call of `build` in a module of trainees, most of which have a method's name; `fixed`: its arguments."""
 
     def build(context: TraineeContext) -> BuiltTrainee:
         built: BuiltTrainee = import_module(f"paceline.training.trainees.{module}").build(context, **fixed)
@@ -70,11 +70,11 @@ def _built_by(module: str, **fixed: Any) -> Callable[[TraineeContext], BuiltTrai
 
 
 TRAINEES: Mapping[str, Callable[[TraineeContext], BuiltTrainee]] = {
-    DSPARK: _built_by("dspark"),
-    DFLASH: _built_by("dspark", rank=0),
-    EAGLE3: _built_by("eagle", fused=True),
-    EAGLE: _built_by("eagle", fused=False),
-    MEDUSA: _built_by("medusa"),
+    DSPARK: _built_by(DSPARK),
+    DFLASH: _built_by(DSPARK, rank=0),
+    EAGLE3: _built_by(EAGLE, fused=True),
+    EAGLE: _built_by(EAGLE, fused=False),
+    MEDUSA: _built_by(MEDUSA),
     DRAFT: _built_by("draft_model"),
 }
 

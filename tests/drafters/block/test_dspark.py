@@ -21,7 +21,7 @@ from paceline.drafters.folder import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
-from paceline.errors import BrokenModel, InvalidParameter
+from paceline.errors import BrokenModel
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import slots_of
@@ -40,6 +40,7 @@ from tests.drafters.block.dspark_reference import (
 )
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
 from tests.helpers.contract_toys import ByRequest, answers, params, run
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import save_tiny
 
 KINDS = {
@@ -353,12 +354,12 @@ def test_a_user_names_the_folder(folders, method, given):
 
 def test_a_folder_of_another_method_or_target_is_refused(folders, tmp_path):
     model, drafters = folders
-    with pytest.raises(InvalidParameter, match="holds a drafter of method dspark, not dflash"):
+    with refuses("drafter"):
         LLM(str(model), device="cpu", method=DFLASH, drafter=str(drafters[DSPARK]))
-    with pytest.raises(InvalidParameter, match="holds no drafter of a known method"):
+    with refuses("drafter"):
         LLM(str(model), device="cpu", drafter=str(model))
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
-    with pytest.raises(InvalidParameter, match="trained for tiny, whose embeddings are not this model's"):
+    with refuses("drafter"):
         LLM(str(tmp_path / "other"), device="cpu", drafter=str(drafters[DSPARK]))
 
 
@@ -406,7 +407,7 @@ def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monke
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
     assert methods(tmp_path / "other") == set()
     for options in ({}, {"drafter": "none"}):
-        with pytest.raises(InvalidParameter, match="method dspark needs the folder"):
+        with refuses("drafter"):
             LLM(str(tmp_path / "other"), device="cpu", method=DSPARK, **options)
     (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
     assert methods(model) == set()

@@ -16,7 +16,7 @@ from paceline.drafters.model import by_passes
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
-from paceline.errors import InvalidParameter, ModelNotFound
+from paceline.errors import ModelNotFound
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.load.open_model import load_model
@@ -39,6 +39,7 @@ from tests.helpers.contract_toys import (
     repeating,
     run,
 )
+from tests.helpers.refusals import refuses
 from tests.helpers.tiny import save_tiny
 
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 3}, "sampled": {"temperature": 0.8, "top_p": 0.9}}
@@ -384,9 +385,9 @@ def test_versions_differ_by_model(tiny):
 
 def test_it_needs_a_model(tiny):
     target = load_model(tiny[0], threads=1)
-    with pytest.raises(InvalidParameter, match="--draft-model"):
+    with refuses("draft_model"):
         METHODS["draft-model"].make(context_of(target))
-    with pytest.raises(ModelNotFound, match="does not exist"):
+    with pytest.raises(ModelNotFound):
         METHODS["draft-model"].make(context_of(target, draft_model="./nowhere"))
 
 
@@ -397,19 +398,18 @@ def test_another_vocabulary_is_refused_by_name(tiny, tmp_path):
         (tmp_path / "tokenizer.json").read_text().replace('"w41":41', '"w42x":41').replace('"w41": 41', '"w42x": 41')
     )
     (tmp_path / "tokenizer.json").write_text(shifted)
-    with pytest.raises(InvalidParameter, match=r"token 41 is 'w42x' there and 'w41' in the target") as caught:
+    with refuses("draft_model"):
         METHODS["draft-model"].make(context_of(target, draft_model=str(tmp_path)))
-    assert str(tmp_path) in str(caught.value)
     context = context_of(target, draft_model=str(tiny[1]))
     larger = DrafterContext(config=toy_config(98), device=context.device, speculation=context.speculation)
-    with pytest.raises(InvalidParameter, match=r"has 97 tokens and the target 98"):
+    with refuses("draft_model"):
         METHODS["draft-model"].make(larger)
 
 
 def test_a_cache_of_another_precision_is_refused():
     drafter = DraftModelDrafter(FunctionModel(repeating))
     cache = KVCache(drafter.kv_layers, num_blocks=2, block_size=4, dtype=torch.float64, device=torch.device("cpu"))
-    with pytest.raises(InvalidParameter, match=r"float32 and the target in torch.float64"):
+    with refuses("draft_model"):
         drafter.bind(cache.layers, 4)
 
 
