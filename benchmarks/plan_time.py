@@ -29,8 +29,10 @@ from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import DraftRequest
 from paceline.drafters.base import HostDrafter
-from paceline.engine.batch import StepOutput, StepOutputs
-from paceline.engine.policy import DraftPlan, StepReport
+from paceline.engine.batch import DraftOutcome, StepResult, StepTiming
+from paceline.engine.block_manager import BlockManager
+from paceline.engine.drafter_set import DrafterSet
+from paceline.engine.policy import DraftPlan
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.engine.policy.priors import CPU, GPU, PassPrior
 
@@ -111,6 +113,7 @@ class Run:
     def __init__(self, cell: Cell, rows: int) -> None:
         self.cell, self.noise, self.made = cell, random.Random(0), 0
         self.drafters = {kind.name: kind() for kind in cell.drafters}
+        self.drafter_set = DrafterSet(list(self.drafters.values()), 100, BlockManager(1, 1))
         self.policy = AdaptivePolicy(AUTO, None, cell.prior)
         self.answers = [self._answer() for _ in range(rows)]
         self._read()
@@ -134,32 +137,33 @@ class Run:
     def step(self) -> tuple[bool, dict[str, float]]:
         """Whether it drafted, and microseconds of each part of the policy's work."""
         spent: dict[str, float] = {}
-        choices = _timed(spent, "plan", lambda: self.policy.plan(self.answers, 0, False))
+        drafters = self.drafter_set
+        choices = _timed(spent, "plan", lambda: self.policy.plan(self.answers, drafters.offers(self.answers), 0, False))
         self.chosen.update(repr([(choice.method, choice.max_nodes) for choice in choices]).encode())
-        _timed(spent, "meanwhile", self.policy.learn)
-        report = self._report(choices)
-        _timed(spent, "observe", lambda: self.policy.observe(report))
-        for at in report.outputs.ended:
+        _timed(spent, "learn", self.policy.learn)
+        result, timing = self._result(choices)
+        _timed(spent, "observe", lambda: self.policy.observe(result, timing))
+        for at in result.ended:
             self.policy.forget(self.answers[at])
             self.answers[at] = self._answer()
         self._read()
-        return bool(report.draft_s), spent
+        return bool(timing.draft_s), spent
 
-    def _report(self, choices: Sequence[DraftPlan]) -> StepReport:
+    def _result(self, choices: Sequence[DraftPlan]) -> tuple[StepResult, StepTiming]:
         """The step is taken."""
-        outputs, paths = [], []
-        for answer, choice in zip(self.answers, choices, strict=True):
+        result, paths = StepResult(list(self.answers)), []
+        for at, (answer, choice) in enumerate(zip(self.answers, choices, strict=True)):
             drafter = self.drafters.get(choice.method)
             path = drafter.path(answer, choice.max_nodes) if drafter else []
-            tokens = [1] * min(len(path) + 1, answer.remaining)
-            answer.tokens += tokens
-            depth = min(choice.max_nodes, 0 if drafter is None else drafter.depth)
-            outputs.append(
-                StepOutput(
-                    answer, tokens, "", [], not answer.remaining, choice.method, choice.max_nodes, len(path), depth
-                )
-            )
+            result.tokens.append([1] * min(len(path) + 1, answer.remaining))
+            answer.tokens += result.tokens[at]
+            if drafter is not None:
+                depth = min(choice.max_nodes, drafter.depth)
+                result.drafts[at] = DraftOutcome(choice.method, choice.max_nodes, len(path), depth)
+            if not answer.remaining:
+                result.ended.append(at)
             paths.append(path)
+        result.paths = paths.__getitem__
         rows = len(choices) + sum(choice.max_nodes for choice in choices)
         draft_s = {}
         for method, drafter in self.drafters.items():
@@ -168,8 +172,7 @@ class Run:
                 draft_s[method] = 1 if drafter.trees else most, drafter.seconds
         pass_s = 1e-3 * float(np.interp(rows, list(self.cell.pass_ms), list(self.cell.pass_ms.values())))
         seconds = (pass_s + sum(each for _, each in draft_s.values())) * self.noise.lognormvariate(0, 0.03)
-        made = replace(StepOutputs.of(outputs), paths=paths.__getitem__)
-        return StepReport(len(choices), rows, seconds, draft_s, made)
+        return result, StepTiming(len(choices), rows, seconds, draft_s)
 
 
 def _timed(spent: dict[str, float], part: str, work: Callable[[], Any]) -> Any:
@@ -190,7 +193,7 @@ def measure(cell: Cell, rows: int, steps: int, lines: int) -> dict[str, Any]:
     profiler.disable()
     if lines:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
-    drafted = [spent for drafts, spent in taken if drafts] or [{"plan": 0.0, "meanwhile": 0.0, "observe": 0.0}]
+    drafted = [spent for drafts, spent in taken if drafts] or [{"plan": 0.0, "learn": 0.0, "observe": 0.0}]
     return {
         "drafted_steps": sum(drafts for drafts, _ in taken),
         "mean_us": statistics.mean(sum(spent.values()) for _, spent in taken),

@@ -35,9 +35,10 @@ from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence as Answer
 from paceline.drafters import METHODS, Drafter, DrafterContext, DraftRequest
 from paceline.drafters.base import HostDrafter
-from paceline.engine.batch import StepOutput, StepOutputs
-from paceline.engine.drafter_set import CATCHING_UP
-from paceline.engine.policy import DraftPlan, StepReport
+from paceline.engine.batch import DraftOutcome, StepResult, StepTiming
+from paceline.engine.block_manager import BlockManager
+from paceline.engine.drafter_set import CATCHING_UP, DrafterSet
+from paceline.engine.policy import DraftPlan
 from paceline.engine.policy import priors as pass_prior
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.engine.policy.priors import PassPrior
@@ -249,6 +250,7 @@ class Replay:
             self.oracle if name == self.oracle.name else METHODS[name].make(context) for name in names
         ]
         self.clock, self.times, self.deciding, self.max_tokens = clock, times, deciding, max_tokens
+        self.drafter_set = DrafterSet(self.drafters, VOCABULARY, BlockManager(1, 1))
         self.policy = AdaptivePolicy(method, k, clock.prior)
         self.asked_s, self.resting = 0.0, False
         for drafter in self.drafters:
@@ -264,8 +266,8 @@ class Replay:
 
             return ask
 
-        for name in ("evidence", "look") if self.clock.waits else ("evidence",):
-            setattr(drafter, name, counted(getattr(drafter, name), many=name == "look"))
+        for name in ("level", "levels") if self.clock.waits else ("level",):
+            setattr(drafter, name, counted(getattr(drafter, name), many=name == "levels"))
 
     def seconds(self, group: Sequence[Record]) -> float:
         """From the first tokens of all to the last of the last."""
@@ -294,7 +296,8 @@ class Replay:
     def _step(self, live: Sequence[tuple[Answer, list[int]]]) -> float:
         sequences, before = [sequence for sequence, _ in live], self.asked_s
         ahead = self.resting
-        choices = [DraftPlan()] * len(live) if ahead else self.policy.plan(sequences, 0, False)
+        offers = self.drafter_set.offers(sequences)
+        choices = [DraftPlan()] * len(live) if ahead else self.policy.plan(sequences, offers, 0, False)
         deciding = self.asked_s - before
         deciding += self.clock.plan_s if deciding else 0.0
         drafted: dict[int, tuple[int, int, int]] = {}  # (nodes, depth, accepted)
@@ -310,35 +313,33 @@ class Replay:
                     known[drafter.name] = depth, taken
                 drafting += taken + READ_S * sum(drafter.unread_tokens(live[i][0]) for i in at)
                 drafted |= {i: follow(draft, row, *live[i]) for row, i in enumerate(at)}
-        self.resting = not self.clock.waits and self.policy.next_is_plain(sequences)
+        self.resting = not self.clock.waits and self.policy.next_is_plain(sequences, offers)
+        if self.resting:
+            self.policy.skip_plan(sequences, offers)
         self.policy.learn()
-        outputs = []
+        result = StepResult()
         for i, (sequence, answer) in enumerate(live):
             nodes, depth, accepted = drafted.get(i, (0, 0, 0))
             summary = answer[sequence.num_output : sequence.num_output + accepted + 1]
             sequence.tokens += summary
             sequence.num_computed = len(sequence.tokens) - 1
-            ended = sequence.num_output >= len(answer)
-            outputs.append(StepOutput(sequence, summary, "", [], ended, choices[i].method, nodes, accepted, depth))
+            if sequence.num_output >= len(answer):
+                result.ended.append(i)
+            if nodes:
+                result.drafts[i] = DraftOutcome(choices[i].method, nodes, accepted, depth)
+            result.sequences.append(sequence)
+            result.tokens.append(summary)
         nodes = sum(count for count, *_ in drafted.values())
         seconds = self.clock.step(len(live), nodes, ahead=ahead) + drafting
         for drafter in self.drafters:
             if isinstance(drafter, Oracle):
                 drafter.judged(sequences)
-            for output in outputs:
-                if output.finished:
-                    output.sequence.finish_reason = "stop"
-                    drafter.release(output.sequence)
-        self.policy.observe(
-            StepReport(
-                len(live),
-                len(live) + nodes,
-                self.times.told(seconds) + deciding,
-                known,
-                StepOutputs.of(outputs),
-                ahead=ahead,
-            )
-        )
+            for i in result.ended:
+                result.sequences[i].finish_reason = "stop"
+                drafter.release(result.sequences[i])
+        rows, took = len(live) + nodes, self.times.told(seconds) + deciding
+        if self.drafters:
+            self.policy.observe(result, StepTiming(len(live), rows, took, known, ahead=ahead))
         return seconds + (deciding if self.deciding else 0.0)
 
 

@@ -24,8 +24,8 @@ from common import finish
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import METHODS, DrafterContext
-from paceline.engine.batch import StepOutputs
-from paceline.engine.commit import Landed
+from paceline.engine.batch import StepResult
+from paceline.engine.block_manager import Reserved
 from paceline.engine.engine import Engine
 from paceline.engine.in_flight import InFlightStep
 from paceline.engine.policy.adaptive import AdaptivePolicy
@@ -112,15 +112,15 @@ def watched(engine: Engine) -> list[float]:
     assert isinstance(model, InstantModel)
     read_at = 0.0
 
-    def reading(flight: InFlightStep) -> Landed:
+    def reading(flight: InFlightStep) -> StepResult:
         nonlocal read_at
         read_at = time.perf_counter()
         return read(flight)
 
-    def publishing(on_verdict: Landed) -> StepOutputs:
+    def publishing(flight: InFlightStep, result: StepResult, reserved: Reserved) -> None:
         if model.begun > read_at:  # else it was launched before this step was read
             waits.append(model.begun - read_at)
-        return publish(on_verdict)
+        publish(flight, result, reserved)
 
     engine.committer.read, engine.committer.publish = reading, publishing  # type: ignore[method-assign]
     return waits

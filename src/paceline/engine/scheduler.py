@@ -140,13 +140,14 @@ class Scheduler:
         if batch.num_drafted or any(sequence.looks_back for sequence in self._looking.values()):
             return None
         rows = self._rows_behind(batch)
-        if rows is None or not self._takes_chunks(rows):
+        growing = None if rows is None else self._grow(rows)
+        if rows is None or growing is None:
             return None
-        growing = self._growing(rows)
         if sum([self.blocks.blocks_for(end) - len(one.blocks) for one, end in growing]) > self.blocks.num_free:
             return None
-        decodes = rows.token_source >= 0
-        decoding = list(itertools.compress(rows.sequences, decodes)) if not decodes.all() else rows.sequences
+        decoding = rows.sequences
+        if not batch.all_sample:
+            decoding = [decoding[row] for row in np.flatnonzero(rows.token_source >= 0)]
         if decoding:
             offers = self.drafters.offers(decoding)
             if not self.policy.next_is_plain(decoding, offers):
@@ -178,23 +179,21 @@ class Scheduler:
         count = np.ones(len(rows), np.int64)
         return _Columns(sequences, first[rows], count, token_source >= 0, batch.req_indices[rows], token_source)
 
-    def _takes_chunks(self, rows: _Columns) -> bool:
-        """Give each prompt its next chunk; False where a prompt gets no token of the step."""
-        left = self._most_tokens - int(rows.samples.sum())
-        for row in np.flatnonzero(rows.token_source < 0):
-            length, first = len(rows.sequences[row].tokens), int(rows.first[row])
-            rows.count[row] = count = min(length - first, left)
-            rows.samples[row] = first + count == length
+    def _grow(self, rows: _Columns) -> list[tuple[Sequence, int]] | None:
+        """Give each prompt its next chunk; return the sequences that need blocks, and the end of the slots they need.
+        None where a prompt gets no token of the step."""
+        size, left = self.blocks.block_size, self._most_tokens - int(rows.samples.sum())
+        due = np.flatnonzero((rows.first % size == 0) & rows.samples)
+        needs = [(rows.sequences[row], int(rows.first[row]) + 1) for row in due]
+        for row in np.flatnonzero(~rows.samples):
+            sequence, first = rows.sequences[row], int(rows.first[row])
+            rows.count[row] = count = min(len(sequence.tokens) - first, left)
+            rows.samples[row] = samples = first + count == len(sequence.tokens)
+            if not count:
+                return None
             left -= count
-        return bool(rows.count.all())
-
-    def _growing(self, rows: _Columns) -> list[tuple[Sequence, int]]:
-        """Return the sequences that need blocks, and the end of the slots they need."""
-        ends, size = rows.first + rows.count, self.blocks.block_size
-        # A prompt may need one slot more: a drafter stores the last pair of a chunk there.
-        ends += (rows.token_source < 0) & ~rows.samples
-        due = np.flatnonzero((rows.token_source < 0) | (rows.first % size == 0))
-        needs = [(rows.sequences[row], int(ends[row])) for row in due]
+            # A drafter may store the last pair of a chunk one slot further.
+            needs.append((sequence, first + count + (not samples)))
         return [(sequence, end) for sequence, end in needs if len(sequence.blocks) * size < end]
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> tuple[list[tuple[int, int]], Reserved]:

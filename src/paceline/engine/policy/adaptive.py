@@ -201,7 +201,7 @@ class AdaptivePolicy:
     def skip_plan(self, sequences: SequenceOf[Sequence], offers: Offers) -> None:
         if self._checks:
             self._checks = False
-        elif self._rows_of(sequences).open:
+        elif offers.working and self._rows_of(sequences).open:
             _, backs_off = self._pauses(sequences, offers, self._stopped(len(sequences)))
             self._count_pauses(len(sequences), backs_off)
 
