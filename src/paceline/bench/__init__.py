@@ -1,1 +1,1 @@
-"""Measuring speed: what a method gives on a model, on a machine, on one's own prompts, against plain decoding."""
+"""Speed of a method on a model, on a machine, on one's own prompts, beside plain decoding."""

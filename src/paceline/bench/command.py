@@ -20,14 +20,16 @@ from paceline.models.load.hub import PullProgress
 K = "4"  # where neither methods nor k are given
 
 
-def choose(methods: str | None = None, k: str | None = None, **given: Sequence[str]) -> list[Contender]:
-    """Checked before the model is loaded: refuses unknown methods and files. `methods` and `k` with commas, as the user
-    wrote them; None: the first of the table, and auto. `given`: models or folders to draft with, by option."""
+def choose(methods: str | None = None, k: str | None = None, **drafts_with: Sequence[str]) -> list[Contender]:
+    """Return the engines to compare; refuse unknown methods and files before the model is loaded.
+
+    `methods` and `k` have commas, as the user wrote them; None: the first method of the table, and auto. `drafts_with`:
+    models and folders to draft with, by option."""
     k = k if k is not None else K if methods is None else AUTO
     names = f"{next(iter(METHODS))},{AUTO}" if methods is None else methods
     needs = {name: method.needs for name, method in METHODS.items()}
     packaged = [name for name in METHODS if is_packaged(name)]
-    return contenders(names, k, known=(*method_names(), AUTO), given=given, needs=needs, packaged=packaged)
+    return contenders(names, k, known=(*method_names(), AUTO), drafts_with=drafts_with, needs=needs, packaged=packaged)
 
 
 def run(
@@ -44,8 +46,7 @@ def run(
     on_progress: OnProgress = lambda done, total, what: None,
     **options: Any,
 ) -> tuple[Results, BaseException | None]:
-    """Raises what keeps it from measuring anything; a later reason to stop is returned beside the results. `options`:
-    of the engines."""
+    """Raise an error that prevents the run; return a later one beside the results. `options`: of the engines."""
     drafting = SpeculationConfig(draft_model=tuple(draft_model or ()), drafter=tuple(drafter or ()))
     drafts_with = {"draft_model": list(drafting.draft_model), "drafter": list(drafting.drafter)}
     chosen = choose(methods, k, **drafts_with)
@@ -55,7 +56,7 @@ def run(
     )
     subject.check(prompts, plan.max_tokens)
     measurement, stopped = collect(subject, prompts, plan, chosen, on_progress)
-    given = {
+    described = {
         "methods": list(dict.fromkeys(contender.method for contender in chosen)),
         "k": list(dict.fromkeys(contender.k or AUTO for contender in chosen if contender.takes_k)),
         **drafts_with,
@@ -63,4 +64,4 @@ def run(
         **settings,
     }
     where = {**subject.where(), **weights_facts(subject.path)}
-    return results_of(measurement, model=model, where=where, settings=given, decode=subject.decode), stopped
+    return results_of(measurement, model=model, where=where, settings=described, decode=subject.decode), stopped

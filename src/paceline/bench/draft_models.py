@@ -17,7 +17,7 @@ from paceline.models.spec import ModelConfig
 from paceline.platform import cpu as machine
 from paceline.theory import kv_bytes_per_token
 
-MEMORY_SHARE = 0.8  # of what is free, for a draft model, or for the caches of all engines together
+MEMORY_SHARE = 0.8  # share of free memory, for a draft model or for the caches of all engines
 WITH_MODEL = tuple(name for name, method in METHODS.items() if "draft_model" in method.needs)
 
 
@@ -35,7 +35,7 @@ class DraftModel:
 
 
 def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
-    """Refuses one that does not fit into memory, or whose vocabulary is not the target's."""
+    """Load a draft model; refuse one that does not fit into memory or has another vocabulary than the target."""
     on_cpu = target.decoder.device.type == "cpu"
     config = load_config(path)
     needed = parameters(config) * (4 if on_cpu else target.decoder.dtypes.numbers.itemsize)
@@ -59,7 +59,7 @@ def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Weights of the model, norms left out: they are a thousandth."""
+    """Return the number of weights without norms, which are a thousandth of them."""
     attention = 2 * config.hidden_size * (config.q_size + config.kv_size)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)

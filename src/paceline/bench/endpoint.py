@@ -57,11 +57,11 @@ class Counters(dict[str, float]):
     @staticmethod
     def parse(text: str) -> Counters:
         """Read Prometheus' text format. Samples of several engines are summed; unknown ones are skipped."""
-        found = Counters()
+        counters = Counters()
         for name, value in (sample.groups() for sample in map(SAMPLE.match, text.splitlines()) if sample):
             if name in (*GENERATED, *SPECULATION) and math.isfinite(float(value)):
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
+                counters[name] = counters.get(name, 0.0) + float(value)
+        return counters
 
     def since(self, before: Counters) -> Counters:
         return Counters({name: value - before.get(name, 0.0) for name, value in self.items()})
@@ -73,7 +73,7 @@ class Counters(dict[str, float]):
         return SpeculationStats(drafts, drafted, accepted, passes, tokens if passes else 0)
 
     def contradiction(self, tokens: int, answers: int) -> str | None:
-        """Return in what the growth of the counters and the usage of the answers disagree, if they do."""
+        """Return the disagreement between the growth of the counters and the usage of the answers, if there is one."""
         slack = answers + TOLERANCE * tokens
         generated = next((self[name] for name in GENERATED if name in self), tokens)
         drafted, accepted = self.get(DRAFTED, math.inf), self.get(ACCEPTED, 0.0)
@@ -232,7 +232,7 @@ class ServerUnderTest:
             return None
 
     def _counted(self, before: Counters, answers: Sequence[TimedAnswer]) -> SpeculationStats:
-        """Return what the counters count for the answers, once they hold them; raise if they never agree with usage."""
+        """Return the growth of the counters once they hold the answers; raise if they never agree with usage."""
         tokens, deadline = sum(answer.num_tokens for answer in answers), time.monotonic() + PATIENCE_S
         while (now := self._read_counters()) is not None:
             growth = now.since(before)

@@ -1,8 +1,8 @@
-"""The engines under comparison, all over the same loaded weights, each with drafters, policy and cache of its own.
+"""Engines under comparison: they share the loaded weights; each has drafters, a policy and a cache of its own.
 
-An engine is built as by `LLM(method=...)`, so the figures are those a user gets; only the policy's state of earlier
-runs is left out, since it would not be the same for all. Every concurrency gets new engines: the prompts are repeated,
-and a suffix store must not have seen their answers.
+An engine is built as by `LLM(method=...)`, so the figures are those that a user gets; only the policy's stored tables
+are left out, since they would not be equal for all. Every concurrency gets new engines: the prompts are repeated, and a
+suffix store must not have seen their answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURN_SLACK = 16  # tokens a chat template and a second tokenisation may add to a
 
 
 class TimedEngine:
-    """Answers groups of requests and records when each token was committed."""
+    """An engine that records when each token was committed."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._clock = engine, clock
@@ -107,7 +107,7 @@ class Engines:
         return self.loaded.generation_defaults
 
     def encode(self, prompt: Prompt, answers: Sequence[str]) -> list[int]:
-        """The tokens to answer when as many turns were answered as there are answers."""
+        """Return the tokens of the conversation after the turns that have answers."""
         tokenizer = self.loaded.tokenizer
         return (
             tokenizer.encode(prompt.turns[0]) if self._raw else tokenizer.apply_chat_template(prompt.messages(answers))
@@ -131,7 +131,7 @@ class Engines:
             self._longest = max(self._longest, tokens + max_tokens)
 
     def open(self, concurrency: int) -> dict[Contender, TimedEngine]:
-        """New engines with room for as many of the longest requests at once."""
+        """Make new engines with cache for `concurrency` of the longest requests."""
         gc.collect()  # the engines of the concurrency before
         config = self._config(concurrency)
         return {contender: TimedEngine(self._engine(contender, config)) for contender in self.contenders}
@@ -152,7 +152,7 @@ class Engines:
         return config
 
     def _kv_layers(self, contender: Contender) -> list[KVSpec]:
-        """The target's, and those of draft models that may be used: a cache holds all."""
+        """Return the cached layers of the target and of the draft models that the contender may use."""
         decoders = [self.loaded.decoder, *(model.loaded.decoder for model in self.draft_models_for(contender))]
         return [spec for decoder in decoders for spec in decoder.kv_specs]
 
@@ -165,8 +165,7 @@ class Engines:
         return make_engine(self.loaded, config, drafters, make_policy(self.loaded, wanted))
 
     def drafters(self, contender: Contender) -> list[Drafter]:
-        """As LLM has them: every method that needs nothing, draft models and trained drafters where they may be
-        used."""
+        """Make the drafters that LLM would make: draft models and trained drafters only if the method uses them."""
         method, models = contender.method, {model.name: model for model in self.draft_models_for(contender)}
         uses = method == AUTO or (method in METHODS and "drafter" in METHODS[method].needs)
         wanted = SpeculationConfig(
@@ -180,7 +179,7 @@ class Engines:
         return make_drafters(self.loaded, wanted, shared)
 
     def where(self) -> dict[str, Any]:
-        """The machine and settings that the figures depend on."""
+        """Return the machine and the settings that the figures depend on."""
         loaded, device = self.loaded, self.loaded.decoder.device
         return {
             **machine_facts(),
@@ -195,7 +194,7 @@ class Engines:
 
 
 def room_for(sequences: int, length: int, *, prefix_caching: bool = True) -> EngineConfig:
-    """An engine with blocks for so many sequences of that length."""
+    """Return the settings of an engine with cache for `sequences` of `length` tokens."""
     usual = EngineConfig()
     most = max(usual.max_num_seqs, sequences)
     return EngineConfig(
@@ -207,7 +206,7 @@ def room_for(sequences: int, length: int, *, prefix_caching: bool = True) -> Eng
 
 
 def weights_facts(path: Path) -> dict[str, Any]:
-    """Size and hash of a model's weights: of a folder, of all its files of weights in the order of their names."""
+    """Return size and hash of a model's weights; those of a folder are all its files, by name."""
     files, digest = sorted(path.glob("*.safetensors")) if path.is_dir() else [path], hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:

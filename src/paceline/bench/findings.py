@@ -1,7 +1,7 @@
-"""The conclusions of a benchmark in sentences, for the terminal and the report alike: the verdict, and its caveats.
+"""Conclusions of a benchmark in sentences, for the terminal and the report: whether drafting pays, and the caveats.
 
-Answers that loop flatter every method that copies, so where some do, the figure without them counts. The best of
-several is often only the luckiest: a method counts as faster where its whole interval, widened for the number compared
+Looping answers flatter every method that copies, so if some loop, the figure without them counts. The best of several
+is often only the luckiest: a method counts as faster if its interval, widened for the number of cells compared
 (Bonferroni), lies above 1. Of several such methods the one with the highest ratio is named. No torch.
 """
 
@@ -36,7 +36,7 @@ class Note:
 
 @dataclass(frozen=True)
 class BestCell:
-    """The most promising cell at one concurrency, among so many compared at all of them."""
+    """The most promising cell of one concurrency; `compared` cells of all concurrencies have a speed-up."""
 
     cell: Cell
     speedup: Speedup
@@ -50,7 +50,7 @@ class BestCell:
 
     @property
     def may_be_chance(self) -> bool:
-        """It would count as faster if it were the only one compared."""
+        """Return whether it would count as faster if it were the only cell compared."""
         return self.speedup.low > 1 and not self.pays
 
     @property
@@ -67,24 +67,24 @@ class BestCell:
 
 
 def judged(cell: Cell) -> Speedup | None:
-    """The figure that conclusions use; None where too little was measured without loops."""
+    """Return the figure that conclusions use; None if too little was measured without loops."""
     if not cell.looping:
         return cell.speedup
     return cell.without_loops.speedup if cell.without_loops else None
 
 
 def best_by_concurrency(cells: Sequence[Cell]) -> list[BestCell]:
-    """Those that surely pay come before those with a higher ratio."""
+    """Return the best cell of each concurrency: one that pays goes before one with a higher ratio."""
     figures = [(cell, speedup) for cell in cells if (speedup := judged(cell)) is not None]
     best = [BestCell(cell, speedup, len(figures)) for cell, speedup in figures]
-    found: dict[int, BestCell] = {}
+    by_level: dict[int, BestCell] = {}
     for each in sorted(best, key=lambda each: (each.pays, each.speedup.ratio), reverse=True):
-        found.setdefault(each.cell.concurrency, each)
-    return [found[concurrency] for concurrency in sorted(found)]
+        by_level.setdefault(each.cell.concurrency, each)
+    return [by_level[concurrency] for concurrency in sorted(by_level)]
 
 
 def overall(results: Results) -> tuple[Cell, ...]:
-    """The cells of everything together; of the only workload where there is but one."""
+    """Return the cells of all workloads together, or those of the only workload."""
     names = {cell.workload for cell in results.cells}
     chosen = ALL if ALL in names else next(iter(names)) if len(names) == 1 else None
     return tuple(cell for cell in results.cells if cell.workload == chosen)
@@ -99,8 +99,8 @@ def verdict(results: Results) -> Conclusion:
     best = best_by_concurrency(cells)
     if not best:
         return _without_comparison(results, cells)
-    paying, over = [found for found in best if found.pays], rival(results)
-    head = paying[0] if paying else max(best, key=lambda found: found.speedup.ratio)
+    paying, over = [each for each in best if each.pays], rival(results)
+    head = paying[0] if paying else max(best, key=lambda each: each.speedup.ratio)
     if paying:
         where = f" for {_levels(paying, best)}" if len(paying) < len(best) else ""
         local = results.endpoint is None
@@ -108,7 +108,7 @@ def verdict(results: Results) -> Conclusion:
         sentence = f"{switch} is {head.ratio} as fast as {over}."
     else:
         switch = "Leave it off" if results.endpoint is None else "No gain"
-        sentence = f"{switch}: {_no_gain(head, all(found.speedup.high < 1 for found in best), over)}."
+        sentence = f"{switch}: {_no_gain(head, all(each.speedup.high < 1 for each in best), over)}."
     known = {cell.concurrency for cell in cells if judged(cell)}
     silent = dict.fromkeys(cell.concurrency for cell in cells if cell.speedup and cell.concurrency not in known)
     return Conclusion(
@@ -117,7 +117,7 @@ def verdict(results: Results) -> Conclusion:
         figure=head.ratio,
         caption=("" if paying else f"{head.cell.label} ") + f"{head.where}; {words.INTERVAL} {head.interval}",
         details=(
-            *(_at_level(found, over) for found in best if found is not head),
+            *(_at_level(each, over) for each in best if each is not head),
             *(f"With {words.at_once(level)} too little is left without the answers that loop." for level in silent),
             *_by_workload(results, head.cell),
         ),
@@ -125,7 +125,7 @@ def verdict(results: Results) -> Conclusion:
 
 
 def _levels(paying: list[BestCell], best: list[BestCell]) -> str:
-    levels = [found.cell.concurrency for found in paying]
+    levels = [each.cell.concurrency for each in paying]
     if paying != best[: len(paying)]:
         return f"{words.listed([str(level) for level in levels])} requests at a time"
     return words.at_once(levels[0]) if len(levels) == 1 else f"up to {levels[-1]} requests at a time"
@@ -148,7 +148,7 @@ def _at_level(best: BestCell, over: str) -> str:
 
 
 def _by_workload(results: Results, chosen: Cell) -> list[str]:
-    """Where the chosen contender does best and worst."""
+    """Say on which workloads the chosen contender does best and worst."""
     same = [cell for cell in results.cells if (cell.label, cell.concurrency) == (chosen.label, chosen.concurrency)]
     known = [(speedup.ratio, cell.workload) for cell in same if (speedup := judged(cell))]
     ranked = sorted(pair for pair in known if pair[1] != chosen.workload)
@@ -174,24 +174,24 @@ def _without_comparison(results: Results, cells: Sequence[Cell]) -> Conclusion:
 
 
 def notes(results: Results) -> list[Note]:
-    found = []
+    notes = []
     if not results.complete:
-        found.append(Note("This run was not finished", ("The figures are of the part measured until then.",)))
+        notes.append(Note("This run was not finished", ("The figures are of the part measured until then.",)))
     if seeded := words.seeded(results.settings):
-        found.append(Note("Seeded requests", (f"{seeded}; --seed none measures ordinary ones",)))
+        notes.append(Note("Seeded requests", (f"{seeded}; --seed none measures ordinary ones",)))
     if changed := [cell for cell in results.cells if cell.identical is False]:
         where = dict.fromkeys(f"{cell.label}, {cell.workload}, {words.at_once(cell.concurrency)}" for cell in changed)
         more = () if results.endpoint else ("`paceline prove` says more",)
-        found.append(Note(f"Some answers differ from those of {rival(results)}", (*where, *more)))
+        notes.append(Note(f"Some answers differ from those of {rival(results)}", (*where, *more)))
     if reasons := Counter(cell.too_short for cell in results.cells if cell.too_short):
         cells = f"{words.count(sum(reasons.values()), 'cell')} of {len(results.cells)}"
         lines = (f"{reason} ({words.count(n, 'cell')})" for reason, n in reasons.most_common())
-        found.append(Note(f"Too little was measured for a figure in {cells}", tuple(lines)))
-    return found
+        notes.append(Note(f"Too little was measured for a figure in {cells}", tuple(lines)))
+    return notes
 
 
 def left_out(results: Results) -> str | None:
-    """Prompts that filled no group."""
+    """Describe the prompts that filled no group."""
     counts = results.settings.get("left_out") or {}
     parts = [f"{words.count(n, 'prompt')} with {words.at_once(int(level))}" for level, n in counts.items() if n]
     return f"{words.listed(parts)}, for they filled no group" if parts else None

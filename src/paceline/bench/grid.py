@@ -1,4 +1,4 @@
-"""Which engines are compared: plain decoding always, and each method with each k that was given."""
+"""The engines that are compared: plain decoding always, and each method with each k."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDPOINT = "endpoint"  # the method of a server, which drafts as it likes
 class Contender:
     method: str
     k: int | None = None  # None: nothing is drafted, or the policy chooses each step
-    draft_model: str | None = None  # of several, the one that drafts
+    draft_model: str | None = None  # the one that drafts, if there are several
 
     @property
     def takes_k(self) -> bool:
@@ -40,19 +40,22 @@ def contenders(
     k: str,
     *,
     known: Sequence[str],
-    given: Mapping[str, Sequence[str]],
+    drafts_with: Mapping[str, Sequence[str]],
     needs: Mapping[str, Sequence[str]],
     packaged: Sequence[str] = (),
 ) -> list[Contender]:
-    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is. `given`: models or folders
-    to draft with, by option; `needs`: those options, by method; `packaged`: methods that need none of them given."""
+    """Return plain decoding, then each method with each k.
+
+    `auto` chooses its own k, so it is measured once. `drafts_with`: models or folders to draft with, by option;
+    `needs`: options that a method needs; `packaged`: methods whose drafter comes with the package.
+    """
     names, lengths = _names(methods, known), _lengths(k)
     for name in names:
         for need in needs.get(name, ()):
-            if PLAIN in given[need] or not (given[need] or name in packaged):
+            if PLAIN in drafts_with[need] or not (drafts_with[need] or name in packaged):
                 flag = need.replace("_", "-")
                 raise InvalidParameter("methods", f"{name} needs a model to draft with; name one with --{flag}")
-    for option in (option for option, value in given.items() if value):
+    for option in (option for option, value in drafts_with.items() if value):
         users = [*(name for name, needed in needs.items() if option in needed), AUTO]
         if not any(user in names for user in users):
             raise InvalidParameter(option, f"none of the methods uses it; add {' or '.join(users)} to --methods")
@@ -103,5 +106,5 @@ def _whole(field: str, word: str, wanted: str) -> int:
 
 
 def split(text: str) -> list[str]:
-    """The words between commas, each once."""
+    """Return the words between commas, each once."""
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))

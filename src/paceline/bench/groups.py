@@ -1,7 +1,7 @@
-"""Which prompts run at once. A group is answered as a whole by every engine, and is one pair of the statistics.
+"""Groups of prompts that run at once. Every engine answers a whole group, which is one pair of the statistics.
 
-Groups are filled from one workload as far as its prompts go; the remaining prompts fill mixed groups, which count for
-"all" only. Conversations in a group have the same number of turns, so that it stays full from turn to turn. Prompts
+A group has prompts of one workload as long as there are enough; the remaining prompts fill mixed groups, which count
+for "all" only. Conversations of a group have equal numbers of turns, so that it stays full from turn to turn. Prompts
 that fill no group are left out, and the report gives their number.
 """
 
@@ -23,7 +23,7 @@ class PromptGroup:
 
     @property
     def workload(self) -> str | None:
-        """None: mixed."""
+        """Return the workload; None for a mixed group."""
         names = {prompt.workload for prompt in self.prompts}
         return names.pop() if len(names) == 1 else None
 
@@ -33,16 +33,16 @@ class PromptGroup:
 
 
 def make_groups(prompts: Sequence[Prompt], concurrency: int, seed: int = 0) -> tuple[list[PromptGroup], list[Prompt]]:
-    """The groups in the order to run them, and the prompts left out.
+    """Return the groups in the order to run them, and the prompts left out.
 
-    One group of each workload in turn: an interrupted run has seen all of them, and what an engine learns on the way
-    (suffixes, acceptance) is not learnt on one workload and used on the next.
+    Workloads take turns: an interrupted run has seen all of them, and what an engine learns during the run (suffixes,
+    acceptance) is not learnt on one workload and used on the next.
     """
     noise = random.Random(seed)
     queues: list[list[PromptGroup]] = []
 
     def fill(members: list[Prompt]) -> list[Prompt]:
-        """One more queue, of full groups; the prompts that fill none."""
+        """Add a queue of full groups; return the prompts that fill none."""
         noise.shuffle(members)
         whole = len(members) // concurrency * concurrency
         queues.append([PromptGroup(tuple(members[at : at + concurrency])) for at in range(0, whole, concurrency)])

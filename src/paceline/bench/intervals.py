@@ -4,7 +4,7 @@ The speed-up is plain decoding's seconds per token over the other engine's, all 
 weighs what it costs. A pair is one group of requests that both answered in the same minute. The 95 % interval is the
 jackknife's (leave one pair out) on the logarithm of that ratio, with Student's t for the few pairs a benchmark has:
 with 5 to 100 pairs of very unlike answers it covers 91 to 96 %, where a percentile bootstrap of 8 pairs covers some 80.
-tests/bench/test_statistics.py holds it to that on a clock that is known.
+tests/bench/test_intervals.py checks that on a known clock.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from paceline.bench.results import Speedup, Spread
 
-MIN_PAIRS = 5  # with fewer, t has 3 degrees of freedom, and an outlier cannot be seen
-MIN_TOKENS = 200  # of plain decoding
-LOOP = 16  # tokens
+MIN_PAIRS = 5  # pairs; with fewer, t has 3 degrees of freedom, and an outlier cannot be seen
+MIN_TOKENS = 200  # tokens; fewest of plain decoding in a figure
+LOOP = 16  # tokens; a run of them that occurs twice is a loop
 Z = 1.959963984540054  # 97.5 % of the normal distribution
 
 
 class Pair(NamedTuple):
-    """The same requests, answered plainly and by the engine in question."""
+    """Seconds and tokens of one group of requests, answered plainly and by the engine."""
 
     plain_s: float
     plain_tokens: float
@@ -31,8 +31,8 @@ class Pair(NamedTuple):
 
 
 def paired(parts: Iterable[tuple[int, tuple[float, int], tuple[float, int]]]) -> list[Pair]:
-    """`parts`: group, and seconds and tokens of both sides. All turns of a group are one pair; where a side has no
-    tokens there is nothing to compare."""
+    """Return a pair for each group that has tokens on both sides. A part is (group, plain, own), the latter two
+    (seconds, tokens) of one turn."""
     sums: dict[int, Pair] = {}
     for group, plain, own in parts:
         if plain[1] and own[1]:
@@ -42,7 +42,7 @@ def paired(parts: Iterable[tuple[int, tuple[float, int], tuple[float, int]]]) ->
 
 
 def why_too_short(pairs: Sequence[Pair]) -> str | None:
-    """The reason where the pairs are too few to give a figure; None where they are enough."""
+    """Return the reason why the pairs are too few for a figure; None if they are enough."""
     if len(pairs) < MIN_PAIRS:
         counted = "1 pair" if len(pairs) == 1 else f"{len(pairs)} pairs"
         return f"{counted} measured, and fewer than {MIN_PAIRS} are not enough: give more prompts"
@@ -59,7 +59,7 @@ def too_few_tokens(tokens: int) -> str | None:
 
 
 def speedup(pairs: Sequence[Pair]) -> Speedup | None:
-    """The speed-up with its interval; None where too little was measured."""
+    """Return the speed-up with its interval; None if too little was measured."""
     if why_too_short(pairs) is not None:
         return None
     sums = [sum(column) for column in zip(*pairs, strict=True)]
@@ -78,7 +78,7 @@ def _log_ratio(sums: Sequence[float]) -> float:
 
 
 def student(freedom: int) -> float:
-    """97.5 % of Student's t by its expansion about the normal: within 0.01 from 4 degrees of freedom on."""
+    """Return 97.5 % of Student's t by its expansion about the normal: within 0.01 from 4 degrees of freedom on."""
     assert freedom >= MIN_PAIRS - 1
     z, v = Z, freedom
     return (
@@ -91,7 +91,7 @@ def student(freedom: int) -> float:
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """By nearest rank: all are values that happened. Of fewer than 100 the 99th percentile is the worst."""
+    """Return percentiles by nearest rank, so all are measured values. The p99 of fewer than 100 values is the worst."""
     ranked = sorted(seconds)
     if not ranked:
         return None
@@ -99,6 +99,6 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def loops(tokens: Sequence[Hashable]) -> bool:
-    """Whether a run of 16 tokens occurs twice. Methods that copy are fast on loops, which are no useful answers."""
+    """Return whether a run of 16 tokens occurs twice. Methods that copy are fast on loops, which help nobody."""
     runs = [tuple(tokens[start : start + LOOP]) for start in range(len(tokens) - LOOP + 1)]
     return len(set(runs)) < len(runs)

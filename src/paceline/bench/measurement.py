@@ -1,5 +1,6 @@
-"""When the tokens of every answer came, and the cells computed from that: one per workload, concurrency and contender,
-and the workload "all" for all of them together.
+"""Moments at which tokens came, and the cells computed from them: one for each workload, concurrency and contender.
+
+The workload "all" is all of them together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class TimedAnswer:
     ended: float | None = None  # None: with the last commit
     usage: int | None = None  # tokens by a server's own count
     prompt_tokens: int | None = None
-    drafted: tuple[bool, ...] = ()  # by token, whether it is an accepted draft; empty where that is not known
+    drafted: tuple[bool, ...] = ()  # whether each token is an accepted draft; empty: not known
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +38,7 @@ class TimedAnswer:
         return self.commits[-1][0] if self.ended is None else self.ended
 
     def gaps(self) -> Iterator[float]:
-        """The wait for every token after the first commit; tokens committed together share it equally."""
+        """Yield the wait for every token after the first commit; tokens committed together share it equally."""
         for (before, _), (moment, count) in itertools.pairwise(self.commits):
             yield from [(moment - before) / count] * count
 
@@ -47,12 +48,12 @@ class Run:
     """One contender's answers to one group at one turn."""
 
     answers: tuple[TimedAnswer, ...]
-    outside_s: float | None = None  # of the time, outside the models; None where it cannot be measured
-    counted: SpeculationStats | None = None  # by a server's own counters
+    outside_s: float | None = None  # seconds outside the models; None: cannot be measured
+    counted: SpeculationStats | None = None  # statistics by a server's own counters
 
     @property
     def seconds(self) -> float:
-        """From the first request to the end of the last answer."""
+        """Return the time from the first request to the end of the last answer."""
         return max(answer.end for answer in self.answers) - min(answer.sent for answer in self.answers)
 
     @property
@@ -63,14 +64,14 @@ class Run:
         return self.seconds, self.tokens
 
     def reading(self) -> tuple[float, int | None]:
-        """Seconds until every request has its first token, and the tokens of the prompts; None: not known."""
+        """Return seconds until every request has its first token, and the tokens of the prompts, None if not known."""
         counts = [answer.prompt_tokens for answer in self.answers]
         first = max((answer.commits[0][0] for answer in self.answers if answer.commits), default=0.0)
         known = [count for count in counts if count is not None]
         return first - min(answer.sent for answer in self.answers), sum(known) if len(known) == len(counts) else None
 
     def decoding(self) -> tuple[float, int]:
-        """Seconds and tokens after every request has its first token."""
+        """Return seconds and tokens after every request has its first token."""
         start = max((answer.commits[0][0] for answer in self.answers if answer.commits), default=0.0)
         after = [commit for answer in self.answers for commit in answer.commits if commit[0] > start]
         return max((moment for moment, _ in after), default=start) - start, sum(count for _, count in after)
@@ -78,7 +79,7 @@ class Run:
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """One group at one turn, answered by every contender within the same moments."""
+    """One group at one turn, answered by all contenders, one directly after the other."""
 
     group: int  # the pair it belongs to: all turns of a group are one
     workload: str | None  # None: mixed
@@ -89,7 +90,7 @@ class AnswerRow:
 
 @dataclass
 class Measurement:
-    """Grows as the run goes on; every row in it is complete, even if the run is interrupted."""
+    """The rows so far. Every row is complete, even if the run is interrupted."""
 
     contenders: list[Contender]
     rows: list[AnswerRow] = field(default_factory=list)
@@ -99,7 +100,7 @@ class Measurement:
 
 
 def plain_of(contenders: Sequence[Contender]) -> Contender | None:
-    """None: a server measured without a baseline."""
+    """Return the contender without drafts; None for a server without a baseline."""
     return next((contender for contender in contenders if contender.method == PLAIN), None)
 
 
@@ -127,11 +128,11 @@ def results_of(
 
 
 def sample(measurement: Measurement, decode: Callable[[Sequence[Any]], str]) -> dict[str, Any] | None:
-    """The answer of which most was drafted, as pieces of text: drafted and accepted, or not."""
-    found = [(row, contender, run.answers[0]) for row in measurement.rows for contender, run in row.runs.items()]
-    if not any(any(answer.drafted) for _, _, answer in found):
+    """Return the answer with most accepted drafts as pieces of text: accepted drafts, and others."""
+    answers = [(row, contender, run.answers[0]) for row in measurement.rows for contender, run in row.runs.items()]
+    if not any(any(answer.drafted) for _, _, answer in answers):
         return None
-    row, contender, answer = max(found, key=lambda one: sum(one[2].drafted))
+    row, contender, answer = max(answers, key=lambda one: sum(one[2].drafted))
     pieces: list[tuple[str, bool]] = []
     end, before = 0, ""
     for drafted, group in itertools.groupby(answer.drafted):
@@ -143,14 +144,14 @@ def sample(measurement: Measurement, decode: Callable[[Sequence[Any]], str]) -> 
 
 
 def cells(measurement: Measurement) -> tuple[Cell, ...]:
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for concurrency in dict.fromkeys(row.concurrency for row in measurement.rows):
         rows = [row for row in measurement.rows if row.concurrency == concurrency]
         names = [name for name in dict.fromkeys(row.workload for row in rows) if name is not None]
         for workload in [ALL, *sorted(names)]:
-            mine = [row for row in rows if workload in (ALL, row.workload)]
-            found += [_cell(workload, contender, mine, measurement) for contender in measurement.contenders]
-    return tuple(found)
+            chosen = [row for row in rows if workload in (ALL, row.workload)]
+            cells += [_cell(workload, contender, chosen, measurement) for contender in measurement.contenders]
+    return tuple(cells)
 
 
 def _cell(workload: str, contender: Contender, rows: Sequence[AnswerRow], measurement: Measurement) -> Cell:
@@ -211,7 +212,7 @@ def _answers(rows: Sequence[AnswerRow], *contenders: Contender | None) -> list[T
 
 def _identical(rows: Sequence[AnswerRow], contender: Contender, plain: Contender) -> bool:
     pairs = zip(_answers(rows, contender), _answers(rows, plain), strict=True)
-    return all(mine.tokens == theirs.tokens for mine, theirs in pairs)
+    return all(one.tokens == other.tokens for one, other in pairs)
 
 
 def _speculation(runs: Sequence[Run]) -> SpeculationStats:

@@ -1,8 +1,8 @@
-"""The prompts of a benchmark: the workloads that ship with the package, or a file of the user's. No torch.
+"""Prompts of a benchmark: the packaged workloads, or a file of the user's. No torch.
 
 A file is jsonl, one object a line: `{"prompt": text}`, `{"messages": [...]}` or `{"turns": [text, ...]}`, with an
 optional "workload" (or "category"); or plain text with one prompt a line. In a conversation of several turns every
-engine continues from plain decoding's answer, so that all have the same prompts.
+engine continues from plain decoding's answer, so that all have equal prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`before` is the conversation so far, or a system message; each turn is then answered in order."""
+    """A conversation so far (`before`), which may be a system message, and turns that are answered in order."""
 
     workload: str
     turns: tuple[str, ...]
@@ -37,7 +37,7 @@ class Prompt:
     origin: str  # for error messages: "line 3 of prompts.jsonl"
 
     def messages(self, answers: Sequence[str]) -> list[Message]:
-        """The conversation as it stands when as many turns were answered as there are answers."""
+        """Return the conversation up to the first turn without an answer."""
         talk = list(self.before)
         for turn, answer in zip(self.turns, answers, strict=False):
             talk += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
@@ -45,7 +45,7 @@ class Prompt:
 
 
 def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = None) -> list[Prompt]:
-    """The package's prompts, in the order of the workloads."""
+    """Return the package's prompts, in the order of the workloads."""
     prompts: list[Prompt] = []
     for name in _chosen(workloads, WORKLOADS):
         text = (resources.files("paceline.bench") / "workloads" / f"{name}.jsonl").read_text(encoding="utf-8")
@@ -54,16 +54,16 @@ def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = Non
 
 
 def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: int | None = None) -> list[Prompt]:
-    """The user's prompts; `workloads` and `per_workload` choose among them."""
+    """Return the user's prompts; `workloads` and `per_workload` choose among them."""
     text, jsonl = read_file(path, "prompts")
     prompts = _read(text, str(path), UNNAMED, read_json if jsonl else read_text)
     if not prompts:
         raise InvalidParameter("prompts", f"{path} is empty; give it at least one prompt")
     names = list(dict.fromkeys(prompt.workload for prompt in prompts))
-    kept: list[Prompt] = []
+    chosen: list[Prompt] = []
     for name in names if workloads is None else _chosen(workloads, names):
-        kept += [prompt for prompt in prompts if prompt.workload == name][:per_workload]
-    return kept
+        chosen += [prompt for prompt in prompts if prompt.workload == name][:per_workload]
+    return chosen
 
 
 def _chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -82,11 +82,11 @@ def read_text(line: str, origin: str, workload: str) -> Prompt:
 
 
 def read_json(line: str, origin: str, workload: str) -> Prompt:
-    form, found = read_object(line, FORMS, "prompts", origin)
-    name = found.get("workload", found.get("category", workload))
+    form, fields = read_object(line, FORMS, "prompts", origin)
+    name = fields.get("workload", fields.get("category", workload))
     if not isinstance(name, str) or not name.strip():
         raise InvalidParameter("prompts", f"{origin}: workload must be a name, got {name!r}")
-    before, turns = FORMS[form](found[form], origin)
+    before, turns = FORMS[form](fields[form], origin)
     return Prompt(workload=name.strip(), turns=turns, before=before, origin=origin)
 
 

@@ -26,7 +26,7 @@ PLAIN = NONE  # the method that drafts nothing
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Seconds."""
+    """Percentiles in seconds."""
 
     p50: float
     p90: float | None = None
@@ -36,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """Plain decoding's time over this engine's for the same tokens, with a 95 % interval over `pairs`."""
+    """Plain decoding's time per token over this engine's, with a 95 % interval over `pairs`."""
 
     ratio: float
     low: float
@@ -46,7 +46,7 @@ class Speedup:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutLoops:
-    """The same cell without the groups in which an answer loops: loops flatter every method that copies."""
+    """The figures of a cell without groups in which an answer loops: loops flatter every method that copies."""
 
     answers: int
     speedup: Speedup | None = None
@@ -65,16 +65,16 @@ class Cell:
     tokens_per_s: float | None = None
     prompt_tokens_per_s: float | None = None  # tokens of prompts over the time until every request has its first token
     speedup: Speedup | None = None
-    decode_speedup: Speedup | None = None  # of what came after every request's first token
+    decode_speedup: Speedup | None = None  # speed-up after every request's first token
     too_short: str | None = None  # the reason why there is no speed-up
     tau: float | None = None  # committed tokens per target pass
     acceptance_rate: float | None = None
-    drafted_per_position: tuple[int, ...] = ()  # by depth, from 1
+    drafted_per_position: tuple[int, ...] = ()  # by depth, from 1: drafts that reached it
     accepted_per_position: tuple[int, ...] = ()
     ttft_s: Spread | None = None
     inter_token_s: Spread | None = None  # per token after the first; those that come together share the wait equally
     request_s: Spread | None = None
-    engine_share: float | None = None  # of the time, outside the models
+    engine_share: float | None = None  # share of the time outside the models
     looping: int = 0  # answers that repeat a run of 16 tokens
     without_loops: WithoutLoops | None = None
     identical: bool | None = None  # every token equals plain decoding's; None where that is not comparable
@@ -97,15 +97,15 @@ class Results:
     cells: tuple[Cell, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers, strings, lists and None only; what is not finite becomes None, since JSON knows no NaN."""
-        found: dict[str, Any] = _plain_values(dataclasses.asdict(self))
-        return found
+        """Return numbers, strings, lists and None only; numbers that are not finite become None."""
+        values: dict[str, Any] = _plain_values(dataclasses.asdict(self))
+        return values
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Results:
-        """The inverse of `to_json`; fields of a later version are left out, missing ones are an error."""
+    def from_json(cls, values: Mapping[str, Any]) -> Results:
+        """Read what `to_json` returned; fields of a later version are left out, missing ones are an error."""
         try:
-            return cls(**_fields(cls, {**found, "cells": [Cell(**_fields(Cell, cell)) for cell in found["cells"]]}))
+            return cls(**_fields(cls, {**values, "cells": [Cell(**_fields(Cell, cell)) for cell in values["cells"]]}))
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidParameter("results", f"not what paceline bench writes ({error})") from error
 
@@ -115,12 +115,12 @@ class Results:
     @classmethod
     def load(cls, path: Path) -> Results:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise InvalidParameter("results", f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
             raise InvalidParameter("results", f"{path} is not JSON: {error}") from error
-        return cls.from_json(found)
+        return cls.from_json(values)
 
 
 def machine_facts() -> dict[str, Any]:
@@ -134,9 +134,9 @@ NESTED: Mapping[str, type] = {
 }
 
 
-def _fields(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `kind` out of JSON: objects become the dataclasses they were, and lists tuples."""
-    arguments = {member.name: found[member.name] for member in dataclasses.fields(kind) if member.name in found}
+def _fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `kind` out of JSON: objects become dataclasses, and lists tuples."""
+    arguments = {member.name: values[member.name] for member in dataclasses.fields(kind) if member.name in values}
     for name, value in arguments.items():
         if value is not None and name in NESTED:
             arguments[name] = NESTED[name](**_fields(NESTED[name], value))

@@ -1,7 +1,7 @@
-"""The run itself: every group of prompts is answered by every contender before the next group is begun.
+"""The run: all contenders answer a group of prompts before the next group begins.
 
-So a machine that slows down slows all of them, and compared figures were measured at about the same time. The order of
-the contenders is drawn anew for every group. Each prompt is answered once by each. A row is kept when all have
+A machine that slows down therefore slows all of them, and compared figures are measured at about one time. The order of
+the contenders is drawn anew for every group. Each contender answers each prompt once. A row is added when all have
 answered: if the run is interrupted, the rows so far remain valid.
 """
 
@@ -34,7 +34,7 @@ class Answerer(Protocol):
 
 
 class EngineUnderTest(Protocol):
-    """What is measured: `engines.Engines`, `endpoint.Servers`, or a fake with a clock of its own."""
+    """A subject of the measurement: `engines.Engines`, `endpoint.ServersUnderTest`, or a fake with its own clock."""
 
     @property
     def defaults(self) -> Mapping[str, Any]: ...
@@ -48,7 +48,7 @@ class Plan:
     concurrencies: Sequence[int]
     max_tokens: int
     temperature: float = 0.0
-    seed: int | None = 0  # of the order and of sampling; None: requests are not seeded
+    seed: int | None = 0  # seed of the order and of sampling; None: requests are not seeded
 
 
 def measure(
@@ -88,7 +88,7 @@ def collect(
     contenders: Sequence[Contender],
     on_progress: OnProgress,
 ) -> tuple[Measurement, BaseException | None]:
-    """As `measure`, with the reason to stop early beside the rows so far; raised where there are none."""
+    """Measure, and return the reason to stop early beside the rows so far; raise it if there are none."""
     measurement = Measurement(list(contenders))
     try:
         measure(subject, prompts, plan, measurement, on_progress)
@@ -108,7 +108,7 @@ def _rows(
     noise: random.Random,
     work: WorkEstimate,
 ) -> Iterator[AnswerRow]:
-    """One row per turn; the next turn continues from plain decoding's answers, or the only contender's."""
+    """Yield a row for each turn; the next turn continues from plain decoding's answers, or the only contender's."""
     concurrency = len(group.prompts)
     leader = plain_of(list(answerers)) or next(iter(answerers))
     talks: list[list[str]] = [[] for _ in group.prompts]
@@ -128,7 +128,7 @@ def _rows(
 
 
 def _params(plan: Plan, defaults: Mapping[str, Any], pair: int, turn: int, index: int) -> SamplingParams:
-    """The same for every contender; with a different seed for every request, so that their samples are independent."""
+    """Return equal parameters for all contenders, with a seed for each request, so that samples are independent."""
     seed = None
     if plan.seed is not None and plan.temperature > 0:
         seed = random.Random(f"{plan.seed}/{pair}/{turn}/{index}").getrandbits(62)
@@ -137,7 +137,7 @@ def _params(plan: Plan, defaults: Mapping[str, Any], pair: int, turn: int, index
 
 @dataclass
 class WorkEstimate:
-    """How much is done, in units of about the same time."""
+    """Work done and in all, in units of about equal time."""
 
     total: float
     report: OnProgress
@@ -150,5 +150,5 @@ class WorkEstimate:
 
 
 def _weight(concurrency: int) -> float:
-    """A batch takes less time than its requests one by one."""
+    """Return the time of a batch in units of one request: less than the requests one by one."""
     return math.sqrt(concurrency)

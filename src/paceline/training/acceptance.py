@@ -1,8 +1,9 @@
-"""τ as an engine walks known answers: every step starts where the last one ended, chains or trees, all rows at once.
+"""τ of a drafter on known answers, and as the engine counts it.
 
-A deterministic draft is accepted as far as it holds the target's own next tokens, greedy or sampled (law 1 draws y from
-p and accepts a child that equals y), so a stored answer decides what would have been accepted: no target pass is needed
-beyond the one that gives the taps. The pass over the prompt counts, as in the engine's τ.
+The walk is the engine's: every step starts where the last one ended, chains or trees, all rows at once. A deterministic
+draft is accepted as long as it holds the target's own next tokens, greedy or sampled (law 1 draws y from p and accepts
+a child that equals y), so a stored answer decides what would have been accepted: no target pass is needed beyond the
+one that gives the taps. The pass over the prompt counts, as in the engine's τ.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class Walk:
 
 
 def tau(walks: SequenceOf[Walk], *, without_loops: bool = False) -> float:
-    kept = [walk for walk in walks if not (without_loops and walk.loops)]
-    passes = sum(walk.passes for walk in kept)
-    return sum(walk.committed for walk in kept) / passes if passes else float("nan")
+    counted = [walk for walk in walks if not (without_loops and walk.loops)]
+    passes = sum(walk.passes for walk in counted)
+    return sum(walk.committed for walk in counted) / passes if passes else float("nan")
 
 
 def by_depth(walks: SequenceOf[Walk]) -> list[float]:
-    """Share of drafts accepted to depth 1, 2, ... of those accepted to the depth before."""
+    """Return the share of drafts accepted to depth 1, 2, ... among those accepted to the depth before."""
     reached = [
         sum(walk.drafts for walk in walks),
         *(sum(each) for each in zip(*(w.accepted for w in walks), strict=True)),
@@ -69,11 +70,11 @@ def walk(
     parameters: Mapping[str, Tensor] | None = None,
     rows: int = 80,
 ) -> list[Walk]:
-    """`answers` are (prompt, answer) token ids, `nodes` the size of each draft; `rows` are walked at once."""
-    found: list[Walk] = []
+    """Walk (prompt, answer) token ids with drafts of `nodes` tokens, `rows` answers at once."""
+    walks: list[Walk] = []
     for start in range(0, len(answers), rows):
-        found += _walk(trainee, answers[start : start + rows], nodes, chain, parameters or trainee.parameters)
-    return found
+        walks += _walk(trainee, answers[start : start + rows], nodes, chain, parameters or trainee.parameters)
+    return walks
 
 
 def _walk(
@@ -130,18 +131,18 @@ def _walk(
 def _tree(
     trainee: DSparkTrainee, parameters: Mapping[str, Tensor], states: Tensor, anchor: Tensor, nodes: int, chain: bool
 ) -> BlockTrees:
-    """The drafter's own tree from the head's input (S, g, H), with the target's ids."""
+    """Grow the drafter's own tree from the head's input (S, g, H), with the target's ids."""
     depth = min(trainee.config.depth, nodes) if chain else trainee.config.depth
     logits = (states @ trainee.head.T).float()[:, -trainee.config.depth :][:, :depth]
     before = markov_features(parameters, trainee.draft_id, anchor, trainee.model.dtype)
     of_draft = markov_features(parameters, trainee.draft_id, trainee.vocab, trainee.model.dtype)
     w2 = None if before is None else parameters[W2].to(before.dtype)
-    found = grow(lattice(logits, before, of_draft, w2, CANDIDATES), nodes, 1 if chain else BEAM)
-    return found._replace(tokens=trainee.vocab[found.tokens])
+    tree = grow(lattice(logits, before, of_draft, w2, CANDIDATES), nodes, 1 if chain else BEAM)
+    return tree._replace(tokens=trainee.vocab[tree.tokens])
 
 
 def accepted_path(tree: BlockTrees, actual: Tensor, depth: int) -> Tensor:
-    """(S, depth) bool: whether the first d actual tokens are a path of the tree."""
+    """Return (S, depth) bool: whether the first d actual tokens are a path of the tree."""
     alive = torch.ones(len(actual), dtype=torch.bool, device=actual.device)
     node = torch.full((len(actual),), -1, device=actual.device)
     reached = []
@@ -164,7 +165,7 @@ def engine_tau(
     temperature: float = 0.0,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Over a few answers with drafts of `nodes` tokens each."""
+    """Return τ and acceptance by depth of a few answers, which an engine drafts with `nodes` tokens a step."""
     stats = SpeculationStats()
     params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens)
     settings: dict[str, Any] = {"device": device, "method": method, "k": nodes}

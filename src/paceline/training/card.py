@@ -1,4 +1,4 @@
-"""The files that a training writes about itself: README.md (the model card), curve.json and curve.png."""
+"""Files that a training writes about itself: README.md (the model card), curve.json and curve.png."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def write_card(
     cost: Mapping[str, Any],
     flag: str = "--drafter",
 ) -> None:
-    """`figures`: measured values by name; a nested mapping becomes a table with one row for each entry. The engine is
-    given the folder by `flag`."""
+    """Write the model card. A nested mapping in `figures` becomes a table with a row for each entry; `flag` is the
+    option by which the engine takes the folder."""
     lines = [
         f"# {method} drafter for {target}",
         "",
@@ -44,7 +44,7 @@ def write_card(
 
 
 def write_curve(folder: Path, curve: SequenceOf[Mapping[str, Any]], title: str) -> None:
-    """The PNG only where matplotlib is installed."""
+    """Write the curve; its PNG only if matplotlib is installed."""
     write_text(folder / "curve.json", json.dumps(list(curve)) + "\n")
     try:
         import matplotlib

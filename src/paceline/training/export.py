@@ -1,12 +1,12 @@
-"""Writes a drafter's folder in the layout of another engine, or refuses by name what that engine's class lacks.
+"""Export of a drafter's folder in the layout of another engine.
 
-The classes are vLLM's (0.32): an exported folder holds nothing they would ignore. Formats: `eagle3` is the layout its
-authors publish, `speculators` the library's (EAGLE-3 and block drafters), `medusa` and `dspark` those of one method.
+The classes are vLLM's (0.32): an exported folder holds nothing that they would ignore, and a feature that a class lacks
+is refused by name. Formats: `eagle3` is the layout its authors publish, `speculators` the library's (EAGLE-3 and block
+drafters), `medusa` and `dspark` those of one method.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.folder import ExportTarget, read_config
 from paceline.drafters.methods import METHODS, methods_of
 from paceline.errors import BrokenModel, InvalidParameter
+from paceline.files.folders import build_folder
 from paceline.models.load.hub import resolve
 from paceline.models.load.loader import load_config, load_weights
 from paceline.training.output_folder import occupied
@@ -22,6 +23,7 @@ from paceline.training.registry import FORMATS
 
 
 def target_of(name: str) -> ExportTarget:
+    """Return the model of this name, whose head is read when it is needed."""
     path = resolve(name)
     config = load_config(path)
     weights = load_weights(path, config)
@@ -30,7 +32,7 @@ def target_of(name: str) -> ExportTarget:
 
 
 def export(folder: Path, form: str, out: Path, target: ExportTarget | None = None) -> str:
-    """The method of the drafter that was written. `target` is needed for what a folder leaves to its model."""
+    """Write the drafter of a folder; return its method. `target` is needed for what the folder leaves to its model."""
     if form not in FORMATS:
         raise InvalidParameter("format", f"{form!r} is not one of {', '.join(FORMATS)}")
     if occupied(out):
@@ -40,24 +42,25 @@ def export(folder: Path, form: str, out: Path, target: ExportTarget | None = Non
         possible = [name for name, methods in FORMATS.items() if method in methods]
         advice = f"export it as {' or '.join(possible)}" if possible else "other engines read its folder as it is"
         raise InvalidParameter("format", f"{folder} holds a drafter of method {method}, which {form} lacks; {advice}")
-    there, write = out.exists(), METHODS[method].export
+    write = METHODS[method].export
     assert write is not None, "a format names methods that are exported"
     try:
-        write(folder, form, out, target)
+        with build_folder(out) as staging:
+            write(folder, form, staging, target)
+            if out.is_dir():
+                out.rmdir()  # an empty one: not every system renames over it
     except (OSError, SafetensorError) as error:
-        if not there:
-            shutil.rmtree(out, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise InvalidParameter("out", f"cannot write to {out}: {reason}; free some space or choose another") from error
     return method
 
 
 def method_of(folder: Path) -> str:
-    """Found from the files."""
+    """Return the method of the drafter in a folder."""
     raw = read_config(folder)
-    found = eagle_checkpoint.recognise(folder)
-    if found is not None:
-        return found
+    eagle = eagle_checkpoint.recognise(folder)
+    if eagle is not None:
+        return eagle
     for method in methods_of(raw):
         return method.name
     raise BrokenModel(f"{folder} holds no drafter that is known here")

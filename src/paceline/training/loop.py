@@ -1,12 +1,12 @@
 """The training loop: one page, no framework.
 
-A run is bounded by steps or by minutes; the learning rate falls along a cosine to the end of whichever is given. Every
-random number is keyed by seed and step and every counter is in the checkpoint, which replaces the last one by a rename:
-after kill -9 a run of so many steps continues to the very weights it would have had. Nothing in a step waits for the
-device; losses are read a few times a minute.
+A run is bounded by steps or by minutes; the learning rate falls along a cosine to the end of the bound. Every random
+number is keyed by seed and step and every counter is in the checkpoint, which replaces the last one by a rename: after
+kill -9 a run bounded by steps continues to the very weights it would have had. Nothing in a step waits for the device;
+losses are read a few times a minute.
 
-Under torchrun each process takes its share of the same global batch and gradients are summed, so the curve is that of
-one process up to rounding.
+Under torchrun each process takes its share of one global batch and gradients are summed, so the curve is that of one
+process up to rounding.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from paceline.training.trainee import StepLoss, Trainee
 from paceline.training.trainees.target import FrozenTarget
 
 SEEDS = 1 << 32  # a draw is keyed by 64 bits, half of them the step
-CLOCK_STEPS = 8  # steps between two looks at the clock
+CLOCK_STEPS = 8  # steps between two readings of the clock
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    rows: int = 64  # of a step, over all processes
+    rows: int = 64  # rows of a step, over all processes
     steps: int | None = None
-    minutes: float | None = None  # of the whole training, over all its runs
-    stop_minutes: float | None = None  # of this run; the next one continues
+    minutes: float | None = None  # length of the training, over all its runs
+    stop_minutes: float | None = None  # length of this run; the next one continues
     lr: float = 1e-3
     warmup: int = 200  # steps
     weight_decay: float = 0.05
     clip: float = 1.0
-    ema: float = 0.999  # of the weights that are measured and saved; 0: the last ones
-    optimizer: str = "adamw"  # or muon, for the matrices of the body
+    ema: float = 0.999  # decay of the averaged weights, which are measured and saved; 0: the last weights
+    optimizer: str = "adamw"  # or muon, for the matrices of products
     seed: int = 0
     log_s: float = 10.0
     save_s: float = 60.0
@@ -69,13 +69,13 @@ class LoopConfig:
 @dataclass
 class TrainingProgress:
     step: int = 0
-    elapsed_s: float = 0.0  # in steps, over all runs
+    elapsed_s: float = 0.0  # seconds in steps, over all runs
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of torchrun."""
+    """The number of this process and of all processes of torchrun."""
 
     rank: int = 0
     world: int = 1
@@ -117,7 +117,7 @@ class Processes:
                 start += one.numel()
 
     def agreed(self, *values: float) -> list[float]:
-        """The first process's values."""
+        """Return the first process's values."""
         if self.world == 1:
             return list(values)
         shared = torch.tensor(values, dtype=torch.float64)
@@ -139,7 +139,7 @@ class Loop:
         *,
         report: Report = print,
         measure: Measure | None = None,
-        settings: Mapping[str, Any] | None = None,  # that stay equal when the training is continued
+        settings: Mapping[str, Any] | None = None,  # values that stay when the training is continued
     ) -> None:
         self.trainee, self.target, self.rows, self.sampler = trainee, target, rows, sampler
         self.config, self.folder, self.report, self.measure = config, folder, report, measure
@@ -188,7 +188,7 @@ class Loop:
         return progress
 
     def forecast(self) -> None:
-        """Report how long the steps will take on a CPU, from a first one that is not kept."""
+        """Report how long the steps will take on a CPU, from a first one that does not count."""
         steps = self.config.steps
         if self.target.device.type != "cpu" or steps is None or self.processes.world > 1:
             return
@@ -207,9 +207,9 @@ class Loop:
         which = torch.from_numpy(self.sampler.next(config.rows)).to(self.target.device)
         share = self.processes.rank, self.processes.world
         batch = self.rows.batch(which, self.target, self.trainee.taps, (config.seed, progress.step), share)
-        found = self.trainee.loss(batch)
-        weight = self.processes.summed(found.weight.detach().clone()).clamp(min=1)
-        (found.loss / weight).backward()  # type: ignore[no-untyped-call]
+        loss = self.trainee.loss(batch)
+        weight = self.processes.summed(loss.weight.detach().clone()).clamp(min=1)
+        (loss.loss / weight).backward()  # type: ignore[no-untyped-call]
         self.processes.sum_gradients(self.weights)
         torch.nn.utils.clip_grad_norm_(self.weights, config.clip, foreach=True)
         for optimizer in self.optimizers:
@@ -220,14 +220,14 @@ class Loop:
         progress.step += 1
         with torch.no_grad():
             torch._foreach_lerp_(self.ema, self.weights, 1 - self._ema_decay())
-        return found
+        return loss
 
     def _ema_decay(self) -> float:
-        """Shorter at the beginning, when the average would still be of the initial weights."""
+        """Return a shorter average at the beginning, which would otherwise hold the initial weights for long."""
         return min(self.config.ema, 1 - 10 / (10 + self.progress.step)) if self.config.ema else 0.0
 
     def _position(self, late: bool = False) -> tuple[float, bool]:
-        """How far the whole training is, and whether this run ends here; the same in every process."""
+        """Return how much of the training is done, and whether this run ends now; equal in all processes."""
         config, progress = self.config, self.progress
         if config.steps is not None:
             done = progress.step / config.steps
@@ -243,20 +243,20 @@ class Loop:
 
     # -- figures
 
-    def _add(self, found: StepLoss) -> None:
+    def _add(self, loss: StepLoss) -> None:
         parts = [
-            found.loss.detach().double().clone(),
-            found.weight,
-            found.hits,
-            found.counts,
-            found.walked,
-            found.anchors,
+            loss.loss.detach().double().clone(),
+            loss.weight,
+            loss.hits,
+            loss.counts,
+            loss.walked,
+            loss.anchors,
         ]
         values = [part.detach().double() for part in parts]
         self._sums = values if self._sums is None else [old + new for old, new in zip(self._sums, values, strict=True)]
 
     def _log(self, done: float) -> dict[str, Any]:
-        """A line about the steps since the last one. NaN ends the run before anything is saved."""
+        """Report the steps since the last line. NaN ends the run before anything is saved."""
         assert self._sums is not None
         loss, weight, hits, counts, walked, anchors = (self.processes.summed(one).cpu() for one in self._sums)
         self._sums = None
@@ -292,9 +292,9 @@ class Loop:
 
     def _measure(self, entry: dict[str, Any]) -> None:
         if self.processes.rank == 0 and self.measure is not None:
-            found = self.measure(self.averaged())
-            entry.update(found)
-            self.report("  ".join(f"{name} {_figure(value)}" for name, value in found.items()))
+            figures = self.measure(self.averaged())
+            entry.update(figures)
+            self.report("  ".join(f"{name} {_figure(value)}" for name, value in figures.items()))
 
     def averaged(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.ema, strict=True))
@@ -337,15 +337,15 @@ class Loop:
             for name, weight, average in zip(self.names, self.weights, self.ema, strict=True):
                 weight.copy_(state["weights"][name])
                 average.copy_(state["ema"][name])
-        for optimizer, found in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(found)
+        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
         self.sampler.restore(state["sampler"])
         self.progress = TrainingProgress(**state["progress"])
         self._since = time.perf_counter(), self.progress.step
 
 
 def make_optimizers(parameters: Mapping[str, Tensor], config: LoopConfig) -> list[torch.optim.Optimizer]:
-    """Matrices decay; norms, biases and embeddings do not. Muon takes the matrices that multiply activations."""
+    """Make optimizers. Matrices decay; norms, biases and embeddings do not. Muon takes the matrices of products."""
     matrices = [one for name, one in parameters.items() if is_matrix(name, one)]
     others = [one for name, one in parameters.items() if not is_matrix(name, one)]
     fused = all(one.device.type in ("cpu", "cuda") for one in parameters.values())

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from paceline.training.run import TrainOptions
 
 TRAINING, TOKENS, STATE = "training", "tokens", "training.pt"
-CONFIG = "config.json"  # of the finished drafter
-PARTS = ("weights", "ema", "optimizers", "sampler", "progress")  # of training.pt
+CONFIG = "config.json"
+PARTS = ("weights", "ema", "optimizers", "sampler", "progress")  # keys of training.pt
 ANEW = "begin anew with another --out"
 UNREADABLE = {  # settings whose values say nothing to a reader: the parameter, and what is wrong with it
     "target": ("target", "the training was begun for another target; give that"),
@@ -86,16 +86,16 @@ def _places(source: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """The data and the settings of a run, which are those of the training that it continues."""
+    """Data and settings of a run; of the training before if it is continued."""
 
     sources: tuple[Source, ...]
-    asked: bool  # for these sources by the user; False: they are those of the training before
-    settings: Mapping[str, Any]  # that stay equal when it is continued
-    state: Mapping[str, Any] | None  # of the training before
+    asked: bool  # True: the user named the sources; False: they are those of the training before
+    settings: Mapping[str, Any]  # values that stay when it is continued
+    state: Mapping[str, Any] | None  # training.pt of the training before
 
     @staticmethod
     def of(options: TrainOptions, target: str) -> ResumePlan:
-        """Read, and write nothing: a run that is refused leaves a training as it was. `target` is a fingerprint."""
+        """Read the state of the training before, and write nothing: a refused run leaves a training as it was."""
         asked = sources_of(
             options.data,
             regenerate=options.regenerate,
@@ -152,7 +152,7 @@ def check_settings(path: Path, state: Mapping[str, Any], settings: Mapping[str, 
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """An interruption leaves the old state or the new one."""
+    """Replace the state: an interruption leaves the old one or the new one."""
     with unwritable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as staging:

@@ -1,4 +1,4 @@
-"""What can be trained and exported, by the names of the command line. Torch is imported when a trainee is built.
+"""Methods that can be trained and exported, by the names of the command line. Building a trainee imports torch.
 
 A new trainee is one file in trainees/ with a function `build`, and an entry in TRAINEES. Its options (--set) are the
 fields of a dataclass; `between` gives a field the range that is checked before anything is trained.
@@ -30,8 +30,8 @@ FORMATS = {  # formats of export, and the methods that each has a place for
     MEDUSA: (MEDUSA,),
     DSPARK: (DSPARK, DFLASH),
 }
-MOST_WEIGHT = 1000.0  # of a loss
-MOST_TOKENS = 1 << 31  # of a vocabulary
+MOST_WEIGHT = 1000.0  # highest weight of a loss
+MOST_TOKENS = 1 << 31  # tokens; largest vocabulary
 
 Answers = SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]]  # prompts and answers
 Measure = Callable[[Mapping[str, "Tensor"]], dict[str, Any]]  # weights -> figures for the curve
@@ -39,16 +39,16 @@ Measure = Callable[[Mapping[str, "Tensor"]], dict[str, Any]]  # weights -> figur
 
 @dataclass(frozen=True, kw_only=True)
 class TraineeContext:
-    """What a trainee is built from."""
+    """The material from which a trainee is built."""
 
     target: FrozenTarget
-    name: str  # of the target, for the checkpoint
+    name: str  # name of the target, for the checkpoint
     sizes: Mapping[str, Any]  # fields of the method's options that differ from their defaults
     vocabulary: Callable[[int], Tensor]  # size -> the draft tokens, ascending
     init_from: Path | None
     seed: int
     compiled: bool
-    answers: Answers  # held out, to measure τ on
+    answers: Answers  # held-out answers, to measure τ on
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BuiltTrainee:
     trainee: Trainee
     recipe: Mapping[str, Any]  # its options, for the card
     measure: Measure | None  # τ while training, where that is cheap
-    nodes: int  # of a draft when the engine measures the result
+    nodes: int  # size of a draft when the engine measures the result
 
 
 def _built_by(module: str, **fixed: Any) -> Callable[[TraineeContext], BuiltTrainee]:

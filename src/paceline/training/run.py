@@ -29,8 +29,8 @@ from paceline.training.output_folder import TOKENS, TRAINING, ResumePlan, check_
 from paceline.training.registry import Answers, BuiltTrainee, TraineeContext, build_trainee, drafting_method
 from paceline.training.trainees.target import FrozenTarget
 
-MEASURED = 32  # held-out answers whose τ is measured while training
-PROMPTS = 8  # held-out prompts that the engine answers at the end
+MEASURED = 32  # held-out answers; τ is measured on them while training
+PROMPTS = 8  # held-out prompts; the engine answers them at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class TrainOptions:
 
 
 def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
+    """Train a drafter and publish it; return its figures."""
     began = time.perf_counter()
     device = Processes.join(choose_device(options.device))
     path = resolve(options.target)

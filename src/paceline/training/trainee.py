@@ -1,4 +1,4 @@
-"""What the loop asks of a trainee; the loop knows nothing else of a method."""
+"""The interface between the loop and a method's trainee."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepLoss(NamedTuple):
 
     @staticmethod
     def of(loss: Tensor, weight: Tensor, hit: Tensor, valid: Tensor, exists: Tensor) -> StepLoss:
-        """From (B, A, D) weights, hits and positions that count, and (B, A) anchors that exist."""
+        """Sum (B, A, D) weights, hits and positions that count, and (B, A) anchors that exist."""
         hits = hit & valid
         return StepLoss(
             loss=loss,
@@ -42,4 +42,4 @@ class Trainee(Protocol):
     def loss(self, batch: TrainBatch) -> StepLoss: ...
 
     def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """The folder that the drafter of this method reads."""
+        """Write the folder that the drafter of this method reads."""

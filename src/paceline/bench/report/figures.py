@@ -1,6 +1,4 @@
-"""The figures of the report, all from one set of results: a colour and a shape for each contender, and what the
-template shows of it, as rows of words and drawings.
-"""
+"""Drawings and rows of the report, all from one set of results. Each contender has one colour and one shape."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ class Figures:
     # -- speed-ups: dots with their intervals against the line at 1
 
     def together(self) -> list[FigureGroup]:
-        """All workloads together: a row for each contender, by concurrency."""
+        """Return a row for each contender over all workloads together, by concurrency."""
         compared = [cell for cell in self.overall if not cell.plain]
         return self._groups(
             self.overall,
@@ -70,7 +68,7 @@ class Figures:
         )
 
     def by_workload(self) -> list[FigureGroup]:
-        """One lane a workload, with all contenders in it, by concurrency; nothing where there is but one workload."""
+        """Return a lane for each workload with all contenders in it, by concurrency; nothing for one workload only."""
         names = self.workloads if len(self.workloads) > 1 else []
         return self._groups(
             self.results.cells,
@@ -78,11 +76,11 @@ class Figures:
         )
 
     def _groups(self, cells: Iterable[Cell], rows: Callable[[Axis, int], list[FigureRow]]) -> list[FigureGroup]:
-        """By concurrency, on one axis for all of them; nothing where there is no speed-up to show."""
-        found = [cell.speedup for cell in cells if cell.speedup is not None]
-        if not found:
+        """Return the rows by concurrency, on one axis for all; nothing if there is no speed-up to show."""
+        speedups = [cell.speedup for cell in cells if cell.speedup is not None]
+        if not speedups:
             return []
-        axis = plots.ratio_axis(found)
+        axis = plots.ratio_axis(speedups)
         scale = plots.scale(axis, {tick: f"{tick:g}×" for tick in axis.ticks})
         groups = [FigureGroup(words.at_once(level), tuple(rows(axis, level)), scale) for level in self.levels]
         return [group for group in groups if group.rows]
@@ -99,20 +97,20 @@ class Figures:
 
     def _lane(self, axis: Axis, workload: str, level: int) -> FigureRow | None:
         cells = [cell for cell in self.results.cells if (cell.workload, cell.concurrency) == (workload, level)]
-        found = [(cell, cell.speedup) for cell in cells if cell.speedup is not None]
-        if not found:
+        compared = [(cell, cell.speedup) for cell in cells if cell.speedup is not None]
+        if not compared:
             short = any(cell.too_short for cell in cells)
             nothing = FigureRow(workload, Markup(), _empty(axis), words.DASH, "too little measured", "unknown")
             return nothing if short else None
-        height = LANE * (len(found) + 1)
+        height = LANE * (len(compared) + 1)
         dots = [
             plots.whisker(axis, LANE * place, self.series[cell.label], speedup, _hint(cell, speedup), slim=True)
-            for place, (cell, speedup) in enumerate(found, start=1)
+            for place, (cell, speedup) in enumerate(compared, start=1)
         ]
-        cell, best = max(found, key=lambda pair: pair[1].ratio)
+        cell, best = max(compared, key=lambda pair: pair[1].ratio)
         backdrop = plots.grid(axis, height, emphasis=1)
         drawing = plots.track(backdrop, *dots, height=height, label=f"speed-ups on {workload}")
-        note = f"best: {cell.label}" if len(found) > 1 else words.interval(best)
+        note = f"best: {cell.label}" if len(compared) > 1 else words.interval(best)
         return FigureRow(workload, Markup(), drawing, words.ratio(best.ratio), note, words.outcome(best))
 
     # -- tokens per second
@@ -122,15 +120,15 @@ class Figures:
         return [(cell, cell.tokens_per_s) for cell in self.overall if cell.tokens_per_s]
 
     def throughput(self) -> Markup | None:
-        """Lines over concurrency; None where there are no two to draw a line between (then `rates` shows it)."""
+        """Draw lines over concurrency; None if there is one concurrency only, which `rates` shows."""
         rated = self.rated
         if len({cell.concurrency for cell, _ in rated}) < 2:
             return None
         lines = []
         for label, series in self.series.items():
-            mine = sorted((cell.concurrency, rate) for cell, rate in rated if cell.label == label)
-            hints = [f"{label}, {words.at_once(level)}: {words.rate(rate)} tokens/s" for level, rate in mine]
-            lines.append(ChartLine(series, tuple((float(level), rate) for level, rate in mine), tuple(hints)))
+            points = sorted((cell.concurrency, rate) for cell, rate in rated if cell.label == label)
+            hints = [f"{label}, {words.at_once(level)}: {words.rate(rate)} tokens/s" for level, rate in points]
+            lines.append(ChartLine(series, tuple((float(level), rate) for level, rate in points), tuple(hints)))
         up = plots.wide_axis([rate for _, rate in rated])
         first, last = self.levels[0], self.levels[-1]
         across = Axis(first / (last / first) ** 0.15, last * (last / first) ** 0.08, log=True)
@@ -151,12 +149,12 @@ class Figures:
     # -- acceptance
 
     def drafting(self) -> list[Cell]:
-        """The contenders whose drafts are known, with the least concurrency."""
+        """Return the contenders whose drafts are known, at the lowest concurrency."""
         cells = (cell for cell in self.overall if cell.concurrency == self.levels[0] and not cell.plain)
         return [cell for cell in cells if cell.tau is not None or any(cell.drafted_per_position)]
 
     def acceptance(self) -> Markup | None:
-        """By depth: of the steps that drafted so far, the share accepted so far. None where that is not known."""
+        """Draw, by depth, the accepted share of the drafts that reached it; None if it is not known."""
         lines = [line for cell in self.drafting() if (line := self._accepted(cell)).points]
         if not lines:
             return None
@@ -181,14 +179,14 @@ class Figures:
     # -- latency
 
     def latency(self) -> list[tuple[str, list[tuple[Cell, list[FigureRow]]]]]:
-        """By concurrency and contender: from the median to the 99th percentile, on one scale for all."""
-        found = []
+        """Return, by concurrency and contender, ranges from the median to the 99th percentile, on one scale for all."""
+        levels = []
         for level in self.levels:
             cells = [cell for cell in self.overall if cell.concurrency == level]
             rows = [(cell, reaches) for cell in cells if (reaches := self._reaches(cell, cells))]
             if rows:
-                found.append((words.at_once(level), rows))
-        return found
+                levels.append((words.at_once(level), rows))
+        return levels
 
     def _reaches(self, cell: Cell, beside: Iterable[Cell]) -> list[FigureRow]:
         reaches = []
@@ -204,7 +202,7 @@ class Figures:
 
 
 def series_of(cells: Iterable[Cell]) -> dict[str, Series]:
-    """One colour for each method (grey for plain decoding), one shape for each of its k, in the order measured."""
+    """Return a colour for each method (grey for plain decoding), a shape for each of its k, in the order measured."""
     methods: dict[str, dict[str, None]] = {PLAIN: {}}
     for cell in cells:
         methods.setdefault(cell.method, {})[cell.label] = None

@@ -1,6 +1,7 @@
-"""report.html: one file that needs nothing else, neither a network nor scripts; JavaScript only adds sorting and the
-switch between light and dark. All text from outside is escaped by the template, and a content security policy
-keeps the page from loading or running anything that is not in it.
+"""report.html: one file that needs neither a network nor scripts.
+
+JavaScript only adds sorting and the switch between light and dark. The template escapes all text from outside, and a
+content security policy keeps the page from loading or running anything that is not in it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def render(results: Results) -> str:
 
 
 def markdown(results: Results) -> str:
-    """The cells of all workloads together as a table to paste into an issue or a page."""
+    """Return the cells of all workloads together as a table to paste into an issue or a page."""
     columns: dict[str, Callable[[Cell], str]] = {
         "engine": lambda cell: cell.label,
         "at a time": lambda cell: str(cell.concurrency),
@@ -64,9 +65,9 @@ def markdown(results: Results) -> str:
     return "\n".join([f"{results.model}, {results.date}, paceline {results.paceline}", "", *lines])
 
 
-def facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of the known facts."""
-    return [(name.replace("_", " "), _text(value)) for name, value in found.items() if value not in (None, "", [], {})]
+def facts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values of the known facts."""
+    return [(name.replace("_", " "), _text(value)) for name, value in values.items() if value not in (None, "", [], {})]
 
 
 def _text(value: Any) -> str:

@@ -17,8 +17,8 @@ from markupsafe import Markup, escape
 
 from paceline.bench.results import Speedup
 
-MARGIN = 0.03  # of the width, left free on both sides
-MIDDLE = 14  # of a track, in pixels from its top
+MARGIN = 0.03  # share of the width, left free on both sides
+MIDDLE = 14  # pixels; middle of a track, from its top
 RATIO_TICKS = (0.1, 0.2, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30)
 CLOSE_TICKS = tuple(tick / 10 for tick in range(1, 30))  # where all is within a factor of two
 SHAPES = (  # circle, square, diamond, triangle, cross: distinct without colour
@@ -33,7 +33,7 @@ COLOURS = 8  # in the style sheet
 
 
 def tag(name: str, *inside: str, **attributes: object) -> Markup:
-    """An element. `class_` stands for class, underscores for hyphens; None leaves an attribute out."""
+    """Return an element. `class_` stands for class, underscores for hyphens; None leaves an attribute out."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_short(value))}"'
         for key, value in attributes.items()
@@ -48,7 +48,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """How one contender is drawn everywhere in the report."""
+    """Name, colour and shape of one contender in all of the report."""
 
     name: str
     colour: int
@@ -61,7 +61,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """Values to shares of the width. What lies outside is drawn at the edge."""
+    """Map from values to shares of the width. Values outside are drawn at the edge."""
 
     low: float
     high: float
@@ -78,7 +78,7 @@ class Axis:
 
 
 def ratio_axis(speedups: Sequence[Speedup]) -> Axis:
-    """Logarithmic, 1 always on it; an interval wider than twice the range of the ratios is cut at the edge."""
+    """Return a logarithmic axis with 1 on it; intervals wider than twice the range of the ratios are cut."""
     ratios = [speedup.ratio for speedup in speedups]
     low = max(min(speedup.low for speedup in speedups), min(ratios) / 2)
     high = min(max(speedup.high for speedup in speedups), max(ratios) * 2)
@@ -89,16 +89,16 @@ def ratio_axis(speedups: Sequence[Speedup]) -> Axis:
 
 
 def _apart(axis: Axis, ticks: Sequence[float]) -> tuple[float, ...]:
-    """Ticks whose labels do not touch on a narrow screen: 1 first, then the roundest."""
-    kept: list[float] = []
+    """Return ticks whose labels do not touch on a narrow screen: 1 first, then the roundest."""
+    chosen: list[float] = []
     for tick in sorted(ticks, key=lambda tick: (tick != 1, tick not in (0.5, 2, 3, 4, 8), tick)):
-        if all(abs(axis.share(tick) - axis.share(other)) > 0.13 for other in kept):
-            kept.append(tick)
-    return tuple(sorted(kept))
+        if all(abs(axis.share(tick) - axis.share(other)) > 0.13 for other in chosen):
+            chosen.append(tick)
+    return tuple(sorted(chosen))
 
 
 def zero_axis(values: Sequence[float]) -> Axis:
-    """From 0 to a round figure above the greatest value, with four steps or so."""
+    """Return an axis from 0 to a round figure above the greatest value, with about four steps."""
     greatest = max([value for value in values if value > 0], default=1.0)
     power = 10 ** math.floor(math.log10(greatest / 4))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * 4 >= greatest * 0.98)
@@ -107,7 +107,7 @@ def zero_axis(values: Sequence[float]) -> Axis:
 
 
 def wide_axis(values: Sequence[float]) -> Axis:
-    """From 0 while all values fit one look; logarithmic, with ticks at 1, 2 and 5, where they span more."""
+    """Return an axis from 0; a logarithmic one, with ticks at 1, 2 and 5, for values of more than a factor of 3."""
     positive = [value for value in values if value > 0]
     if not positive or max(positive) < 3 * min(positive):
         return zero_axis(values)
@@ -123,7 +123,7 @@ def mark(x: str, y: float, series: Series, hint: str = "") -> Markup:
 
 
 def swatch(series: Series) -> Markup:
-    """The mark alone, for legends and row labels."""
+    """Draw the mark alone, for legends and row labels."""
     return tag("svg", mark("7", 7, series), width=14, height=14, class_="swatch", aria_hidden="true")
 
 
@@ -148,7 +148,7 @@ def cap(axis: Axis, y: float, series: Series, end: float) -> Markup:
 
 
 def whisker(axis: Axis, y: float, series: Series, speedup: Speedup, hint: str, slim: bool = False) -> Markup:
-    """A dot with its interval; an end that does not fit is drawn without its cap."""
+    """Draw a dot with its interval; an end that does not fit has no cap."""
     ends = [end for end in (speedup.low, speedup.high) if axis.low <= end <= axis.high and not slim]
     caps = Markup("").join(cap(axis, y, series, end) for end in ends)
     bar = level_line(axis, y, series, speedup.low, speedup.high)
@@ -156,13 +156,13 @@ def whisker(axis: Axis, y: float, series: Series, speedup: Speedup, hint: str, s
 
 
 def scale(axis: Axis, words: dict[float, str]) -> Markup:
-    """Labels under tracks."""
+    """Draw labels under tracks."""
     labels = [tag("text", words[tick], x=axis.x(tick), y=13, text_anchor="middle") for tick in axis.ticks]
     return tag("svg", *labels, width="100%", height=18, class_="scale", aria_hidden="true")
 
 
 def reach(axis: Axis, series: Series, middle: float, far: float, hint: str) -> Markup:
-    """From the median (the mark) out to the 99th percentile (the cap)."""
+    """Draw a line from the median (the mark) to the 99th percentile (the cap)."""
     base = tag("line", x1=axis.x(0), x2=axis.x(axis.high), y1=MIDDLE, y2=MIDDLE, class_="grid")
     bar, end = level_line(axis, MIDDLE, series, middle, far), cap(axis, MIDDLE, series, far)
     return track(base, bar, end, mark(axis.x(middle), MIDDLE, series, hint), label=hint)
@@ -173,13 +173,13 @@ class ChartLine:
     series: Series
     points: tuple[tuple[float, float], ...]  # in the order of x
     hints: tuple[str, ...]
-    few: tuple[str, ...] = ()  # by point, its counts where they are small: faded, with them beside it; or ""
+    few: tuple[str, ...] = ()  # counts of each point that has few, which is faded; "" for other points
 
 
 def chart(
     lines: Sequence[ChartLine], across: Axis, up: Axis, x_words: dict[float, str], y_words: dict[float, str], label: str
 ) -> Markup:
-    """Lines over an axis; the labels of the vertical axis sit on their grid lines, so no width is lost to them."""
+    """Draw lines over an axis; labels of the vertical axis sit on its grid lines, so they take no width."""
     top, bottom = 22, 262
 
     def y(value: float) -> float:

@@ -1,4 +1,4 @@
-"""How the report writes numbers: few digits, units spelt out, and a dash where nothing was measured."""
+"""Numbers as the report writes them: few digits, units spelt out, and a dash for a figure that was not measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def figure(speedup: Speedup | None) -> str:
 
 
 def outcome(speedup: Speedup) -> str:
-    """The conclusion the interval supports."""
+    """Return the conclusion that the interval supports."""
     return FASTER if speedup.low > 1 else SLOWER if speedup.high < 1 else LEVEL
 
 
@@ -43,8 +43,8 @@ def seconds(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1}f} s"
 
 
-def spread(found: Spread | None) -> str:
-    return DASH if found is None else f"{seconds(found.p50)} / {seconds(found.p99)}"
+def spread(times: Spread | None) -> str:
+    return DASH if times is None else f"{seconds(times.p50)} / {seconds(times.p99)}"
 
 
 def percent(share: float | None) -> str:
@@ -74,7 +74,7 @@ def unchanged(cell: Cell) -> str:
 
 
 def seeded(settings: Mapping[str, Any]) -> str | None:
-    """Which requests a draft model's figures hold for where answers are sampled; None where it makes no difference."""
+    """Return for which requests a draft model's figures hold if answers are sampled; None if it makes no difference."""
     drafting = settings.get("draft_model") or settings.get("draft_models")
     if not drafting or not settings.get("temperature") or settings.get("seed") is None:
         return None

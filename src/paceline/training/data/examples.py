@@ -1,8 +1,8 @@
-"""Training data of the user's: a jsonl of chats or prompts, or plain text.
+"""The user's training data: a jsonl of chats or prompts, or plain text.
 
 A line is one of
     {"messages": [{"role", "content"}, ...]}      a chat; every assistant message in it is learnt
-    {"conversations": [{"from", "value"}, ...]}   the same in ShareGPT's words
+    {"conversations": [{"from", "value"}, ...]}   a chat in ShareGPT's words
     {"prompt": text, "response": text}            one exchange; without a response it has to be answered (--regenerate)
     {"turns": [text, ...]}                        the user's turns alone, as in a prompt file of `bench`
     {"text": text}                                a text without roles, learnt whole
@@ -28,7 +28,7 @@ FORMS = ("messages", "conversations", "prompt", "turns", "text")
 
 @dataclass(frozen=True)
 class Example:
-    """Either `messages` or `text`."""
+    """A chat (`messages`) or a `text`."""
 
     messages: tuple[Message, ...]
     text: str
@@ -40,31 +40,31 @@ class Example:
 
     @property
     def prompts(self) -> list[Message]:
-        """The system message and the user's turns."""
+        """Return the system message and the user's turns."""
         return [message for message in self.messages if message["role"] != "assistant"]
 
 
 def read_examples(path: Path) -> list[Example]:
     content, jsonl = read_file(path, "data")
     if jsonl:
-        found = [_example(line, f"line {number} of {path}") for number, line in numbered_lines(content)]
+        examples = [_example(line, f"line {number} of {path}") for number, line in numbered_lines(content)]
     else:
         parts = [part.strip() for part in re.split(r"\n\s*\n", content)]
-        found = [Example((), part, f"{path}") for part in parts if part]
-    if not found:
+        examples = [Example((), part, f"{path}") for part in parts if part]
+    if not examples:
         raise InvalidParameter("data", f"{path} is empty")
-    return found
+    return examples
 
 
 def _example(line: str, origin: str) -> Example:
-    form, found = read_object(line, FORMS, "data", origin)
-    value = found[form]
+    form, fields = read_object(line, FORMS, "data", origin)
+    value = fields[form]
     if form == "text":
         return Example((), some_text(value, "text", "data", origin), origin)
     if form == "prompt":
         messages = [_message("user", value, origin)]
-        if "response" in found:
-            messages.append(_message("assistant", found["response"], origin))
+        if "response" in fields:
+            messages.append(_message("assistant", fields["response"], origin))
         return Example(tuple(messages), "", origin)
     if not isinstance(value, list) or not value:
         raise InvalidParameter("data", f"{origin}: {form} must be a list with at least one entry")
@@ -86,8 +86,10 @@ def _message(role: Any, content: Any, origin: str) -> Message:
 
 
 def encoded(example: Example, tokenizer: Tokenizer, eos: tuple[int, ...]) -> list[tuple[list[int], list[bool]]]:
-    """Sequences of an answered example: tokens, and which of them the model is to write. Prompts end where generation
-    begins, and each piece is encoded by itself, so tokens are those that an engine would see."""
+    """Return the sequences of an answered example: tokens, and which of them the model is to write.
+
+    Prompts end where generation begins, and each piece is encoded by itself, so an engine would see these tokens.
+    """
     if example.text:
         tokens = tokenizer.encode(example.text)
         return [(tokens, [True] * len(tokens))]

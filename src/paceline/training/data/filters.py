@@ -1,8 +1,8 @@
-"""Which sequences are worth learning from: loops and duplicates, found for a whole shard at once.
+"""Filters of sequences: repetitions are found for a whole shard at once.
 
 A small model at temperature 0 often repeats itself to the end. Such text is easy to draft and teaches little, so an
-answer is kept up to where its loop is established. All in numpy over the whole shard: a loop in Python over tokens
-would take longer than generating them.
+answer ends where its loop is established. All in numpy over the whole shard: a loop in Python over tokens would take
+longer than generating them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 
 from paceline.training.data.store import Array, Sequences
 
-GRAM = 16  # tokens of a passage whose repetition counts as a loop
-TIMES = 3  # its occurrence that ends a sequence
+GRAM = 16  # tokens; shortest passage whose repetition counts as a loop
+TIMES = 3  # occurrences of a passage, after which a sequence ends
 
 
 def gram_hashes(tokens: Array, size: int) -> Array:
-    """(N - size + 1,) a 64-bit hash of every run of `size` tokens."""
+    """Return (N - size + 1,) 64-bit hashes, one for every run of `size` tokens."""
     mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     factor, total = np.uint64(0xD1342543DE82EF95), np.zeros(max(len(tokens) - size + 1, 0), np.uint64)
@@ -26,7 +26,7 @@ def gram_hashes(tokens: Array, size: int) -> Array:
 
 
 def loop_ends(sequences: Sequences, size: int = GRAM) -> Array:
-    """(S,) tokens of each sequence up to the end of the first passage that occurs `TIMES` times."""
+    """Return (S,) tokens of each sequence up to the end of the first passage that occurs `TIMES` times."""
     lengths, count = sequences.lengths, len(sequences.tokens)
     if count < size:
         return lengths
@@ -51,6 +51,6 @@ def without_loops(sequences: Sequences) -> Sequences:
 
 
 def repeats(answer: Array) -> bool:
-    """Whether a passage of an answer occurs twice: such answers are reported apart."""
+    """Return whether a passage of an answer occurs twice: these answers are reported apart."""
     hashes = gram_hashes(answer, GRAM)
     return len(np.unique(hashes)) < len(hashes)

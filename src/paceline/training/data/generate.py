@@ -1,7 +1,7 @@
-"""Tokens to train on, made by the target itself through the engine: it answers prompts, and writes prompts too.
+"""Tokens to train on, written by the target itself through the engine: it answers prompts, and writes prompts too.
 
 A third each of the answers is greedy, at temperature 0.7 and at 1. Shards are written one by one, so a run that is cut
-short keeps them. Tokens stay tokens all the way: no text is decoded and encoded again.
+short keeps them. Tokens stay tokens: no text is decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from paceline.training.data.store import Sequences, Source, TokenStore, token_dt
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHARD = 16_384  # answers of one shard
-PROMPT_TOKENS = 160  # the longest prompt the target may write
-LEAST_PROMPT = 4  # tokens
-LEAST_ROOM = 16  # tokens left for an answer
-LEAST_TRIED = 256  # prompts before the target is found unable to write any
-# Stands for the user's text in a rendered chat; no tokenizer merges a private-use character with others.
-MARK = "\ue000"
+PROMPT_TOKENS = 160  # tokens; longest prompt that the target may write
+LEAST_PROMPT = 4  # tokens; shortest prompt that is used
+LEAST_ROOM = 16  # tokens left for an answer behind the longest prompt
+LEAST_TRIED = 256  # prompts; from then on, fewer than 1 % usable ones end the run
+MARK = "\ue000"  # the user's text in a rendered chat; no tokenizer merges a private-use character with others
 Report = Callable[[str], None]
 Tokens = tuple[int, ...]
 
 
 def open_generator(model: str, device: str, rows: int | None = None) -> LLM:
-    """An engine for throughput: many rows, large passes, no drafting."""
+    """Open an engine for throughput: many rows, large passes, no drafting."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     rows = rows or (512 if on_gpu else 16)
     return LLM(
@@ -55,18 +54,18 @@ def open_generator(model: str, device: str, rows: int | None = None) -> LLM:
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens before and behind the user's text in a chat of one message, up to where the answer begins."""
+    """Return the tokens before and behind the user's text in a chat of one message, up to where the answer begins."""
     if not tokenizer.has_chat_template:
         raise PacelineError("the model has no chat template, so it cannot write prompts; give --data FILE with text")
-    opening, found, closing = tokenizer.render_chat([{"role": "user", "content": MARK}]).partition(MARK)
-    if not found:
+    opening, mark, closing = tokenizer.render_chat([{"role": "user", "content": MARK}]).partition(MARK)
+    if not mark:
         raise PacelineError("the model's chat template does not show the user's text; give --data FILE with text")
     first, second = tokenizer.encode_each([opening, closing], add_special_tokens=False)
     return first, second
 
 
 def write_prompts(llm: LLM, count: int, known: Collection[Tokens] = ()) -> list[Tokens]:
-    """Prompts by the target, which is given only the opening of a user's turn: complete, distinct, without loops."""
+    """Have the target write prompts after the opening of a user's turn: complete, distinct, without loops."""
     opening, _ = chat_frame(llm.tokenizer)
     params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=PROMPT_TOKENS)
     answers = llm.generate([opening] * count, params)
@@ -78,17 +77,17 @@ def write_prompts(llm: LLM, count: int, known: Collection[Tokens] = ()) -> list[
     ]
     added = llm.tokenizer.backend.get_added_tokens_decoder()
     specials = {token for token, text in added.items() if text.special} | eos
-    kept = [text for text in texts if len(text) >= LEAST_PROMPT and not specials & set(text)]
-    kept = [text for text in dict.fromkeys(kept) if text not in known]
-    if not kept:
+    prompts = [text for text in texts if len(text) >= LEAST_PROMPT and not specials & set(text)]
+    prompts = [text for text in dict.fromkeys(prompts) if text not in known]
+    if not prompts:
         return []
-    sequences = Sequences.of([((), text) for text in kept], llm.config.vocab_size)
+    sequences = Sequences.of([((), text) for text in prompts], llm.config.vocab_size)
     loops = loop_ends(sequences, size=8) < sequences.lengths
-    return [text for text, loop in zip(kept, loops.tolist(), strict=True) if not loop]
+    return [text for text, loop in zip(prompts, loops.tolist(), strict=True) if not loop]
 
 
 def answer(llm: LLM, prompts: SequenceOf[SequenceOf[int]], length: int, source: int, *, turn: int = 0) -> Sequences:
-    """The target's answers to token prompts, to EOS or a whole of `length` tokens; `turn` shifts the temperatures."""
+    """Have the target answer token prompts, to EOS or a whole of `length` tokens; `turn` shifts the temperatures."""
     fitting = [list(prompt) for prompt in prompts if len(prompt) <= length - LEAST_ROOM]
     params = {
         (kind, room): _sampling(kind, room)
@@ -140,7 +139,7 @@ def collect(
 
 
 class Maker:
-    """Fills a store, shard by shard."""
+    """A writer of answers into a store, shard by shard."""
 
     def __init__(self, llm: LLM, store: TokenStore, length: int, report: Report = print) -> None:
         self.llm, self.store, self.length, self.report = llm, store, length, report
@@ -148,8 +147,9 @@ class Maker:
         self._tokens = 0
 
     def synthesise(self, count: int, *, deadline: float = float("inf"), answers: int = 2) -> int:
-        """`count` prompts, those of an earlier run among them, each answered `answers` times at different temperatures;
-        ends by `deadline`, a time of `perf_counter`, with what is there then. Returns the number of prompts."""
+        """Have the target write `count` prompts and answer each `answers` times at different temperatures.
+
+        Prompts of an earlier run count. Ends at `deadline`, a time of `perf_counter`. Returns the number of prompts."""
         frame = chat_frame(self.llm.tokenizer)
         prompts = self._written(frame)
         before, room = len(prompts), self.length - LEAST_ROOM - len(frame[0]) - len(frame[1])
@@ -160,21 +160,21 @@ class Maker:
             wanted = min(max(count - len(prompts), 16), SHARD // answers, fits)
             if wanted < 16 or began >= deadline:
                 break
-            found = [one for one in write_prompts(self.llm, wanted, prompts) if len(one) <= room]
-            found = found[: count - len(prompts)]
-            tried, usable = tried + wanted, len(prompts) - before + len(found)
+            written = [one for one in write_prompts(self.llm, wanted, prompts) if len(one) <= room]
+            written = written[: count - len(prompts)]
+            tried, usable = tried + wanted, len(prompts) - before + len(written)
             if tried >= LEAST_TRIED and usable < tried // 100:
                 raise PacelineError(
                     f"of {tried} prompts that the model wrote {usable} were usable; give --data FILE with prompts"
                 )
             number = next(free for free in itertools.count() if not self.store.has(f"{SYNTHETIC}-{free:08d}"))
-            self._answered([[*frame[0], *one, *frame[1]] for one in found], SYNTHETIC, answers, number)
-            prompts.update(found)
+            self._answered([[*frame[0], *one, *frame[1]] for one in written], SYNTHETIC, answers, number)
+            prompts.update(written)
             pace = (time.perf_counter() - began) / wanted
         return len(prompts)
 
     def _written(self, frame: tuple[list[int], list[int]]) -> set[Tokens]:
-        """The prompts in the store, without their frame."""
+        """Return the prompts in the store, without their frame."""
         names = self.store.shards_of(SYNTHETIC, made=True)
         stored = self.store.read(names) if names else ()
         ends = [(tokens, int(answer.argmax()) - len(frame[1])) for tokens, answer in stored]
@@ -208,7 +208,7 @@ class Maker:
         )
 
     def regenerate(self, path: Path) -> None:
-        """The target answers the first turn of every example of a file, once."""
+        """Have the target answer the first turn of every example of a file, once."""
         tokenizer, turns = self.llm.tokenizer, []
         for example in read_examples(path):
             if example.text:
@@ -220,30 +220,30 @@ class Maker:
 
 
 def _first_turn(messages: SequenceOf[Message]) -> int:
-    """Where the first user's turn ends: a system message may stand before it."""
+    """Return where the first user's turn ends: a system message may stand before it."""
     roles = [message["role"] for message in messages]
     return roles.index("user") + 1 if "user" in roles else len(roles)
 
 
 def read_file(path: Path, tokenizer: Tokenizer, eos: tuple[int, ...], vocab_size: int, source: int) -> Sequences:
-    """The user's own answers, unchanged."""
+    """Return the user's own answers, unchanged."""
     examples = read_examples(path)
     missing = next((example for example in examples if not example.answered), None)
     if missing is not None:
         raise InvalidParameter("data", f"{missing.origin} has no answer; add --regenerate, and the target answers it")
-    found = [one for example in examples for one in encoded(example, tokenizer, eos)]
+    sequences = [one for example in examples for one in encoded(example, tokenizer, eos)]
     return Sequences(
-        np.array([token for tokens, _ in found for token in tokens], dtype=token_dtype(vocab_size)),
-        np.array([one for _, answer in found for one in answer], dtype=bool),
-        np.cumsum([len(tokens) for tokens, _ in found]),
-        np.full(len(found), source, np.uint8),
+        np.array([token for tokens, _ in sequences for token in tokens], dtype=token_dtype(vocab_size)),
+        np.array([one for _, answer in sequences for one in answer], dtype=bool),
+        np.cumsum([len(tokens) for tokens, _ in sequences]),
+        np.full(len(sequences), source, np.uint8),
     )
 
 
 def draft_vocabulary(
     sequences: Sequences, size: int, vocab_size: int, always: tuple[int, ...]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The most frequent tokens of the answers, ascending; `always` are among them."""
+    """Return the most frequent tokens of the answers, ascending; `always` are among them."""
     if size >= vocab_size:
         return np.arange(vocab_size)
     counts = np.bincount(sequences.tokens[sequences.answer].astype(np.int64), minlength=vocab_size)

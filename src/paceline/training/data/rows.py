@@ -1,4 +1,4 @@
-"""Sequences packed into rows of one length, and which rows a step takes.
+"""Rows of one length, into which sequences are packed, and the rows that a step takes.
 
 A row holds whole sequences, each under a segment number of its own (0 is padding). A step's rows are a function of the
 seed and of a few counters that a checkpoint keeps, so a run that continues takes the rows it would have taken.
@@ -37,7 +37,7 @@ class Rows:
 
 
 def packed(sequences: Sequences, length: int) -> Rows:
-    """Sequences longer than a row are cut to it; those without an answer in it are left out."""
+    """Pack sequences. Longer ones are cut to a row; those without an answer in it are left out."""
     parts = []
     for source in np.unique(sequences.source).tolist():
         parts.append(_packed(sequences.chosen(sequences.source == source), length, source))
@@ -53,9 +53,9 @@ def packed(sequences: Sequences, length: int) -> Rows:
 
 
 def _packed(sequences: Sequences, length: int, source: int) -> Rows:
-    """The longest sequences first, each into the fullest row that has room for it."""
+    """Pack the longest sequences first, each into the fullest row that has room for it."""
     rows: list[list[tuple[Array, Array]]] = []
-    free: list[list[int]] = [[] for _ in range(length)]  # by tokens left: rows
+    free: list[list[int]] = [[] for _ in range(length)]  # rows by tokens left
     pieces = [(tokens[:length], answer[:length]) for tokens, answer in sequences]
     pieces = [piece for piece in pieces if np.count_nonzero(piece[1]) >= LEAST_ANSWER]
     for tokens, answer in sorted(pieces, key=lambda piece: -len(piece[0])):
@@ -66,7 +66,7 @@ def _packed(sequences: Sequences, length: int, source: int) -> Rows:
             rows.append([])
         rows[row].append((tokens, answer))
         free[left - len(tokens)].append(row)
-    found = Rows(
+    packed_rows = Rows(
         np.zeros((len(rows), length), np.int32),
         np.zeros((len(rows), length), np.int16),
         np.zeros((len(rows), length), bool),
@@ -76,10 +76,10 @@ def _packed(sequences: Sequences, length: int, source: int) -> Rows:
         start = 0
         for number, (tokens, answer) in enumerate(parts, start=1):
             end = start + len(tokens)
-            found.tokens[row, start:end], found.answer[row, start:end] = tokens, answer
-            found.segments[row, start:end] = number
+            packed_rows.tokens[row, start:end], packed_rows.answer[row, start:end] = tokens, answer
+            packed_rows.segments[row, start:end] = number
             start = end
-    return found
+    return packed_rows
 
 
 def divided(sequences: Sequences) -> tuple[Sequences, Sequences]:
@@ -104,11 +104,11 @@ def answers_of(sequences: Sequences, count: int, length: int) -> list[tuple[list
 
 def held_out(sequences: Sequences, share: float) -> Array:
     """Return (S,) bool by a hash of the prompt, so that all answers to one prompt fall on the same side."""
-    limit, found = int(share * (1 << 32)), np.zeros(len(sequences), bool)
+    limit, chosen = int(share * (1 << 32)), np.zeros(len(sequences), bool)
     for i, (tokens, answer) in enumerate(sequences):
         start = int(answer.argmax()) or len(tokens)
-        found[i] = zlib.crc32(tokens[:start].astype(np.uint32).tobytes()) < limit
-    return found
+        chosen[i] = zlib.crc32(tokens[:start].astype(np.uint32).tobytes()) < limit
+    return chosen
 
 
 class RowSampler:
@@ -116,18 +116,18 @@ class RowSampler:
 
     def __init__(self, source: Array, weights: Mapping[int, float] | None, seed: int) -> None:
         self._rows = {one: np.flatnonzero(source == one) for one in np.unique(source).tolist()}
-        given = weights or {one: float(len(rows)) for one, rows in self._rows.items()}
-        self._sources = [one for one in self._rows if given.get(one, 0.0) > 0]
+        by_source = weights or {one: float(len(rows)) for one, rows in self._rows.items()}
+        self._sources = [one for one in self._rows if by_source.get(one, 0.0) > 0]
         if not self._sources:
             raise InvalidParameter("mix", "no source with rows has a weight above 0")
-        shares = np.array([given[one] for one in self._sources])
+        shares = np.array([by_source[one] for one in self._sources])
         self._shares, self._seed = shares / shares.sum(), seed
         self._drawn = 0
         self._taken = dict.fromkeys(self._sources, 0)
-        self._orders: dict[int, tuple[int, Array]] = {}  # by source: the pass, and its order
+        self._orders: dict[int, tuple[int, Array]] = {}  # source -> number of the pass, order of its rows
 
     def next(self, count: int) -> Array:
-        """Indices of the next rows."""
+        """Return the indices of the next rows."""
         noise = np.random.default_rng((self._seed, 0, self._drawn))
         self._drawn += 1
         chosen = noise.choice(len(self._sources), size=count, p=self._shares)

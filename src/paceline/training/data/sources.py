@@ -1,4 +1,4 @@
-"""What a training learns from, told by content: so a later run knows whether it is asked for the same."""
+"""Fingerprints of training data: a resumed run refuses other data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYNTHETIC = "synthetic"  # the source of answers to prompts that the target wrot
 
 
 def fingerprint(path: Path, config: ModelConfig) -> str:
-    """Of a model, from a few values of its first weight and of its last."""
+    """Return the fingerprint of a model, from a few values of its first weight and of its last."""
     weights, last = load_weights(path, config), f"model.layers.{config.num_layers - 1}.mlp.down_proj.weight"
     ends = (("model.embed_tokens.weight", config.vocab_size), (last, config.hidden_size))
     return digest(repr([embedding_sample(weights[name].numbers(), rows) for name, rows in ends]))
@@ -30,16 +30,16 @@ def digest(text: str) -> str:
 def sources_of(
     data: SequenceOf[Path], *, regenerate: bool, synthesise: int, length: int, target: str
 ) -> tuple[Source, ...]:
-    """Those of the files, in their order, and the synthetic one behind them."""
+    """Return the sources of the files, in their order, and the synthetic one behind them."""
     by_target = f" answered by {target} in {length} tokens"
-    found: dict[str, Source] = {}
+    files: dict[str, Source] = {}
     for path in data:
         name = path.stem
-        if name in found or name == SYNTHETIC:
+        if name in files or name == SYNTHETIC:
             other = "that of --synthesise" if name == SYNTHETIC else "another file's"
             raise InvalidParameter("data", f"{path}: its source would be {name}, which is {other}; rename the file")
         text, _ = read_file(path, "data")
         origin = f"{len(text)} {digest(text)}"
-        found[name] = Source(name, origin + by_target if regenerate else origin, made=regenerate)
-    made = (Source(SYNTHETIC, by_target.strip(), made=True, count=synthesise),) if synthesise else ()
-    return (*found.values(), *made)
+        files[name] = Source(name, origin + by_target if regenerate else origin, made=regenerate)
+    synthetic = (Source(SYNTHETIC, by_target.strip(), made=True, count=synthesise),) if synthesise else ()
+    return (*files.values(), *synthetic)

@@ -4,6 +4,7 @@ A folder holds shards, each of which appears whole or not at all, so a run that 
 and a later one adds to it:
 
     store.json            vocabulary size, names of sources, and what their shards were made from
+    complete.json         the sources and shards of a training whose tokens are all there
     NAME.npz              tokens (uint16 or uint32), answer (bool), ends (int64), source (uint8)
 """
 
@@ -25,13 +26,12 @@ from paceline.errors import InvalidParameter
 from paceline.files.folders import disk_errors, replace_file, replace_text
 
 INFO, COMPLETE = "store.json", "complete.json"
-ANOTHER = "name another folder"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Many sequences end to end; `ends[i]` is where sequence i ends."""
+    """Sequences end to end; `ends[i]` is where sequence i ends."""
 
     tokens: Array  # (N,)
     answer: Array  # (N,) bool: written by the target
@@ -60,7 +60,7 @@ class Sequences:
 
     @staticmethod
     def of(pieces: SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]], vocab_size: int, source: int = 0) -> Sequences:
-        """From (prompt, answer) pairs of token ids."""
+        """Join (prompt, answer) pairs of token ids."""
         tokens = np.fromiter(
             (token for pair in pieces for part in pair for token in part), dtype=token_dtype(vocab_size)
         )
@@ -75,12 +75,12 @@ class Sequences:
             raise ValueError(f"{INFO} beside it does not name its source")
 
     def chosen(self, keep: Array) -> Sequences:
-        """Those of a boolean (S,)."""
+        """Return the sequences that a boolean (S,) chooses."""
         inside = np.repeat(keep, self.lengths)
         return Sequences(self.tokens[inside], self.answer[inside], self.lengths[keep].cumsum(), self.source[keep])
 
     def cut(self, lengths: Array) -> Sequences:
-        """Each sequence's first `lengths[i]` tokens."""
+        """Return each sequence's first `lengths[i]` tokens."""
         sizes = np.minimum(self.lengths, lengths)
         place = np.arange(len(self.tokens)) - np.repeat(self.ends - self.lengths, self.lengths)
         inside = place < np.repeat(sizes, self.lengths)
@@ -102,8 +102,8 @@ class Source:
     """Tokens of one origin, under one name."""
 
     name: str
-    origin: str  # equal only where the shards would be
-    made: bool = False  # by the target, in numbered shards; else of a file, in one
+    origin: str  # fingerprint of all that decides about the tokens
+    made: bool = False  # True: answers of the target, in numbered shards; False: a file, in one shard
     count: int = 0  # prompts that the target writes
 
 
@@ -111,10 +111,10 @@ class TokenStore:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder, self.vocab_size = folder, vocab_size
         self._origins: dict[str, str] = {}
-        with disk_errors(
-            lambda error: InvalidParameter("out", f"cannot write to {folder}: {error.strerror}; {ANOTHER}")
-        ):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidParameter("out", f"cannot write to {folder}: {error.strerror}; name another folder") from error
         self.sources: list[str] = []
         if (folder / INFO).exists():
             info = _read_info(folder / INFO)
@@ -127,7 +127,7 @@ class TokenStore:
             self.sources, self._origins = list(info["sources"]), dict(info["origins"])
 
     def source(self, name: str) -> int:
-        """The index of a source, added where it is new."""
+        """Return the index of a source; a new one is added."""
         if name not in self.sources:
             if len(self.sources) == 256:
                 raise InvalidParameter("data", f"{self.folder} already has 256 sources; begin another folder")
@@ -136,7 +136,7 @@ class TokenStore:
         return self.sources.index(name)
 
     def accept(self, source: Source) -> None:
-        """Refuses a source whose shards here are of another origin."""
+        """Refuse a source whose shards in this store are of another origin."""
         key = f"{source.name}-" if source.made else source.name
         if self._origins.get(key) == source.origin:
             return
@@ -156,12 +156,12 @@ class TokenStore:
         return sorted(self.folder.glob("*.npz"))
 
     def shards_of(self, name: str, *, made: bool) -> list[str]:
-        """Names of a source's shards."""
+        """Return the names of a source's shards."""
         pattern = re.compile(re.escape(name) + (r"-\d{8}" if made else ""))
         return [path.stem for path in self.shards() if pattern.fullmatch(path.stem)]
 
     def shards_by_source(self, sources: SequenceOf[Source]) -> list[list[str]]:
-        """Return the names of the shards of each source, of which none may be without."""
+        """Return the names of the shards of each source; a source without one is refused."""
         names = [self.shards_of(source.name, made=source.made) for source in sources]
         for source, shards in zip(sources, names, strict=True):
             if not shards:
@@ -173,7 +173,7 @@ class TokenStore:
         return names
 
     def is_complete(self, sources: SequenceOf[Source]) -> bool:
-        """Return whether the store was found to hold all of these sources, and has the same shards since."""
+        """Return whether the store held all shards of these sources when it was completed, and has them still."""
         path = self.folder / COMPLETE
         return path.is_file() and path.read_bytes() == self._inventory(sources).encode()
 
@@ -205,8 +205,8 @@ class TokenStore:
         parts = []
         for path in paths:
             try:
-                with path.open("rb") as file, np.load(file) as found:
-                    part = Sequences(found["tokens"], found["answer"], found["ends"], found["source"])
+                with path.open("rb") as file, np.load(file) as archive:
+                    part = Sequences(archive["tokens"], archive["answer"], archive["ends"], archive["source"])
                 part.check(len(self.sources))
                 parts.append(part)
             except Exception as error:  # a damaged archive fails in many ways, EOFError among them
@@ -224,19 +224,19 @@ def unwritable(folder: Path) -> AbstractContextManager[None]:
     """Raise errors of the disk in the block as errors of --out."""
 
     def refusal(error: OSError) -> InvalidParameter:
-        problem = f"cannot write to {folder}: {error.strerror or error}; free some space and run again"
-        return InvalidParameter("out", problem)
+        reason = error.strerror or error
+        return InvalidParameter("out", f"cannot write to {folder}: {reason}; free some space and run again")
 
     return disk_errors(refusal)
 
 
 def _read_info(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        sources, origins = found["sources"], found.get("origins", {})
+        info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        sources, origins = info["sources"], info.get("origins", {})
         if not (isinstance(sources, list) and isinstance(origins, dict)):
             raise ValueError("sources is not a list, or origins no object")
-        return {"vocab_size": found["vocab_size"], "sources": sources, "origins": origins}
+        return {"vocab_size": info["vocab_size"], "sources": sources, "origins": origins}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidParameter("data", f"{path} is damaged ({error}); delete the folder and run again") from error
 

@@ -1,4 +1,4 @@
-"""Training a draft model: some layers of the target, with its embedding and head, distilled from the whole of it.
+"""Training of a draft model: some layers of the target, with its embedding and head, distilled from the whole of it.
 
 It begins as the target with layers left out, evenly spaced, and learns the target's distribution at every token of its
 answers. Embedding and head stay the target's own, and the folder is a model folder like any other.
@@ -40,18 +40,18 @@ class DraftTrainee:
         self, target: FrozenTarget, options: DraftOptions, *, compiled: bool = False, init_from: Path | None = None
     ) -> None:
         config, source = target.config, init_from or target.path
-        given = load_config(source)
+        source_config = load_config(source)
         if init_from is not None:
-            if expected_shapes(replace(given, num_layers=1)) != expected_shapes(replace(config, num_layers=1)):
+            if expected_shapes(replace(source_config, num_layers=1)) != expected_shapes(replace(config, num_layers=1)):
                 raise InvalidParameter("init_from", f"{init_from} is no draft model of this target: their sizes differ")
-            options = replace(options, layers=given.num_layers)
+            options = replace(options, layers=source_config.num_layers)
         self.target, self.options = target, options
         if config.windows:
             raise UnsupportedModel("draft models of targets with sliding windows are not supported")
         if not 1 <= options.layers < config.num_layers:
             raise InvalidParameter("layers", f"must be between 1 and {config.num_layers - 1}, got {options.layers}")
-        weights = load_weights(source, given)
-        last = given.num_layers - 1
+        weights = load_weights(source, source_config)
+        last = source_config.num_layers - 1
         chosen = [round(i * last / max(options.layers - 1, 1)) for i in range(options.layers)]
         self.parameters = {"model.norm.weight": weights["model.norm.weight"].numbers()}
         for new, old in enumerate(chosen):
@@ -69,7 +69,7 @@ class DraftTrainee:
         self._chunk = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
 
     def hidden(self, batch: TrainBatch) -> Tensor:
-        """(B, L, H), the head's input."""
+        """Return the head's input, (B, L, H)."""
         config, target = self.target.config, self.target
         length = batch.tokens.shape[1]
         at = torch.arange(length, device=batch.tokens.device)
@@ -84,20 +84,20 @@ class DraftTrainee:
     def loss(self, batch: TrainBatch) -> StepLoss:
         options = self.options
         at, exists = anchors(batch, options.anchors)
-        there = ahead(batch, at, exists, 1)
-        weight = there.valid.float()
-        found = draft_loss(
-            there.states(self.hidden(batch)),
+        places = ahead(batch, at, exists, 1)
+        weight = places.valid.float()
+        losses = draft_loss(
+            places.states(self.hidden(batch)),
             self.target.head,
-            there.states(batch.hidden.final),
+            places.states(batch.hidden.final),
             weight.flatten(),
             options,
             chunk=self._chunk,
         )
-        return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)
+        return StepLoss.of(losses.loss, weight, losses.hit.view_as(weight), places.valid, exists)
 
     def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """A model folder: config and tokenizer are the target's, with fewer layers."""
+        """Write a model folder: config and tokenizer are the target's, with fewer layers."""
         source = self.target.path
         if not source.is_dir():
             raise UnsupportedModel(

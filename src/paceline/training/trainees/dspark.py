@@ -1,4 +1,4 @@
-"""Training DSpark: blocks from random anchors, all positions of a block at once (DFlash and DSpark, 2026).
+"""Training of DSpark: blocks from random anchors, all positions of a block at once (DFlash and DSpark, 2026).
 
 Context K/V do not depend on the anchor, so they are computed once a row; all blocks of a row share one attention whose
 mask lets a block see the context before its anchor and itself. Parameters carry the names of the checkpoint.
@@ -47,7 +47,7 @@ class DSparkOptions(LossOptions):
     layers: int = between(1, 64, 5)
     block: int = between(2, MAX_K + 1, 8)
     num_taps: int = between(1, 64, 5)
-    rank: int = between(0, 4096, 128)  # of the Markov head; 0 trains DFlash
+    rank: int = between(0, 4096, 128)  # rank of the Markov head; 0 trains DFlash
     draft_vocab: int = between(2, MOST_TOKENS, 16_384)
     decay: float = between(0.01, 1e6, 4.0)  # position i of a block weighs exp(-i / decay)
     portable: bool = False  # only what vLLM's class has: no norm per tap, masks are the embedding of one token
@@ -79,13 +79,13 @@ def make_config(target: FrozenTarget, options: DSparkOptions, vocab: Tensor, nam
 
 
 def _spare_token(vocab: Tensor, vocab_size: int) -> int:
-    """The first token that answers do not contain, or 0: it stands for tokens that are not known yet."""
+    """Return the first token that answers do not contain, or 0: it stands for tokens that are not known yet."""
     used = set(vocab.tolist())
     return next((token for token in range(vocab_size) if token not in used), 0)
 
 
 def spread_taps(config: ModelConfig, count: int) -> tuple[int, ...]:
-    """Evenly from the input of layer 1 to that of the last."""
+    """Return `count` layers, evenly from the input of layer 1 to that of the last."""
     last = config.num_layers - 1
     if not 1 <= count <= last:
         raise InvalidParameter("taps", f"must be between 1 and {last}, got {count}")
@@ -93,21 +93,21 @@ def spread_taps(config: ModelConfig, count: int) -> tuple[int, ...]:
 
 
 def initial(config: DSparkConfig, vocab: Tensor, norm: Tensor, seed: int) -> Parameters:
-    """`vocab` (Vd,) are the draft tokens, ascending; `norm` the target's final norm, which suits its head."""
+    """Return initial parameters for the draft tokens `vocab` (Vd,), ascending; `norm` is the target's final one."""
     noise = torch.Generator().manual_seed(seed)
-    found: Parameters = {}
+    parameters: Parameters = {}
     for name, shape in shapes(config).items():
         if name == "d2t":
-            found[name] = vocab.cpu().long() - torch.arange(len(vocab))
+            parameters[name] = vocab.cpu().long() - torch.arange(len(vocab))
         elif name == "norm.weight":
-            found[name] = norm.float().cpu().clone()
+            parameters[name] = norm.float().cpu().clone()
         elif name.endswith("norm.weight") or name == TAP_NORM or "layernorm" in name:
-            found[name] = torch.ones(shape)
+            parameters[name] = torch.ones(shape)
         elif name == W2:
-            found[name] = torch.zeros(shape)
+            parameters[name] = torch.zeros(shape)
         else:
-            found[name] = torch.randn(shape, generator=noise) * _spread(name, shape, config.body.num_layers)
-    return found
+            parameters[name] = torch.randn(shape, generator=noise) * _spread(name, shape, config.body.num_layers)
+    return parameters
 
 
 def _spread(name: str, shape: tuple[int, ...], layers: int) -> float:
@@ -119,14 +119,14 @@ def _spread(name: str, shape: tuple[int, ...], layers: int) -> float:
 
 
 def fuse(taps: Tensor, tap_norm: Tensor | None, fc: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """(..., T, H) -> (..., H): what the drafter's layers see of a committed position."""
+    """Fuse taps, (..., T, H) -> (..., H): the input of the drafter's layers for a committed position."""
     if tap_norm is not None:
         taps = rms_norm(taps, tap_norm, eps)
     return rms_norm(linear(taps.flatten(-2), fc), norm, eps)
 
 
 def context_kv(context: Tensor, rotary: Rotary, w: LayerWeights, eps: float) -> tuple[Tensor, Tensor]:
-    """K and V (B, kv heads, L, d) of committed positions in one layer."""
+    """Return K and V (B, kv heads, L, d) of committed positions in one layer."""
     head_dim = 2 * rotary[0].shape[-1]
     k, v = heads(linear(context, w.k), head_dim), heads(linear(context, w.v), head_dim)
     return rotated(k if w.k_norm is None else rms_norm(k, w.k_norm, eps), rotary), v
@@ -148,7 +148,7 @@ def context_and_layer(
 
 
 class DSparkModel:
-    """The drafter's arithmetic over parameters by name. The trainer and the walk that measures it share it."""
+    """The drafter's arithmetic over parameters by name, for the trainer and for the walk that measures it."""
 
     def __init__(self, config: DSparkConfig, target: FrozenTarget, *, compiled: bool = False) -> None:
         self.config, self.target = config, target
@@ -161,13 +161,13 @@ class DSparkModel:
 
     def context(self, parameters: Mapping[str, Tensor], taps: Tensor, *, compiled: bool = True) -> Tensor:
         run = self._fuse if compiled else fuse
-        found: Tensor = run(
+        context: Tensor = run(
             taps, parameters.get(TAP_NORM), parameters["fc.weight"], parameters["hidden_norm.weight"], self.eps
         )
-        return found
+        return context
 
     def blocks(self, parameters: Mapping[str, Tensor], anchor_tokens: Tensor) -> Tensor:
-        """(B, A) -> (B, A * g, H) in fp32: what enters the first layer."""
+        """Return the input of the first layer, (B, A) -> (B, A * g, H) in fp32."""
         first = self.target.embedding[anchor_tokens].float()
         masks = parameters.get(MASKS)
         if masks is None:
@@ -185,7 +185,7 @@ class DSparkModel:
         anchor_positions: Tensor,
         seen: Tensor,
     ) -> Tensor:
-        """(B, A, g, H), the head's input. `seen` (B, A, L): context positions that a block sees."""
+        """Return the head's input, (B, A, g, H). `seen` (B, A, L): context positions that a block sees."""
         size, (rows, count) = self.config.block_size, anchor_tokens.shape
         steps = torch.arange(size, device=context.device)
         at_block = self.target.rotary((anchor_positions[:, :, None] + steps).flatten(1))
@@ -202,7 +202,7 @@ class DSparkModel:
 
 
 class DSparkTrainee:
-    """What the loop trains."""
+    """A block drafter in training."""
 
     def __init__(
         self,
@@ -241,16 +241,16 @@ class DSparkTrainee:
         compiled: bool = False,
         name: str = "",
     ) -> DSparkTrainee:
-        """A checkpoint, to be trained further or measured; sizes are the checkpoint's own. `name`: of the target, which
-        need not be the one that the checkpoint was trained for."""
+        """Load a checkpoint to train it further or to measure it; sizes are its own. `name` is that of the target,
+        which need not be the one that the checkpoint was trained for."""
         from paceline.drafters.block.config import check_target
 
         config, tensors = dspark_checkpoint.read(folder)
         check_target(config, target.config, folder)
         trainee = cls.__new__(cls)
-        given = options or DSparkOptions()
+        base = options or DSparkOptions()
         trainee.options = replace(
-            given,
+            base,
             layers=config.body.num_layers,
             block=config.block_size,
             num_taps=len(config.taps),
@@ -275,21 +275,21 @@ class DSparkTrainee:
         anchor_tokens, anchor_positions = batch.tokens.gather(1, at), batch.positions.gather(1, at)
         hidden = self.model.hidden(self.parameters, context, batch.positions, anchor_tokens, anchor_positions, seen)
 
-        there = ahead(batch, at, exists, size)
-        known = self.draft_id[there.wanted] >= 0
-        weight = there.valid * known * torch.exp(-torch.arange(size, device=at.device) / options.decay)
-        features = markov_features(self.parameters, self.draft_id, there.known.flatten(), self.model.dtype)
-        found = draft_loss(
+        places = ahead(batch, at, exists, size)
+        known = self.draft_id[places.wanted] >= 0
+        weight = places.valid * known * torch.exp(-torch.arange(size, device=at.device) / options.decay)
+        features = markov_features(self.parameters, self.draft_id, places.known.flatten(), self.model.dtype)
+        losses = draft_loss(
             hidden.flatten(0, 2),
             self.head,
-            there.states(batch.hidden.final),
+            places.states(batch.hidden.final),
             weight.flatten(),
             options,
             previous=features,
             w2=self.parameters.get(W2),
             chunk=self.model.chunk,
         )
-        return StepLoss.of(found.loss, weight, found.hit.view_as(weight) & known, there.valid, exists)
+        return StepLoss.of(losses.loss, weight, losses.hit.view_as(weight) & known, places.valid, exists)
 
     def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None, *, int8: bool = False) -> None:
         tensors = {name: tensor.detach().float() for name, tensor in (parameters or self.parameters).items()}
@@ -303,7 +303,7 @@ class DSparkTrainee:
 def markov_features(
     parameters: Mapping[str, Tensor], draft_id: Tensor, previous: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """W1 of the tokens before, (N, r); zero for tokens outside the draft vocabulary."""
+    """Return W1 of the tokens before, (N, r); zero for tokens outside the draft vocabulary."""
     w1 = parameters.get(W1)
     if w1 is None:
         return None

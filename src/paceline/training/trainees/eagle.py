@@ -1,4 +1,4 @@
-"""Training EAGLE-1 and EAGLE-3 with their training-time test (Li et al. 2025): the drafter learns on its own outputs.
+"""Training of EAGLE-1 and EAGLE-3 with their training-time test (Li et al. 2025): drafters learn on their own outputs.
 
 Index t of a row is a draft that starts behind token t + 1. Step s pairs the token t + 1 + s with the feature of t + s,
 which is the target's in step 0 and the drafter's own output afterwards; the pair stands at position t + s and predicts
@@ -48,10 +48,10 @@ FROZEN = ("lm_head.weight", "d2t")
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(LossOptions):
-    steps: int = between(1, 64, 5)  # of the training-time test
-    draft_vocab: int = between(2, MOST_TOKENS, 16_384)  # of EAGLE-3; EAGLE-1 drafts from the whole vocabulary
+    steps: int = between(1, 64, 5)  # steps of the training-time test
+    draft_vocab: int = between(2, MOST_TOKENS, 16_384)  # of EAGLE-3; EAGLE-1 has all tokens
     features: float = between(0.0, MOST_WEIGHT, 0.0)  # smooth L1 to the target's own feature: EAGLE-1's loss
-    decay: float = between(0.01, 1.0, 0.8)  # of the weight, from step to step
+    decay: float = between(0.01, 1.0, 0.8)  # weight of a step over that of the one before
     fc_norm: bool = True  # EAGLE-3.1: a norm for each tap
     norm_output: bool = True  # EAGLE-3.1: the normed output is fed back
 
@@ -81,29 +81,29 @@ def make_config(target: FrozenTarget, options: EagleOptions, vocab: Tensor, name
 
 
 def tapped_layers(num_layers: int) -> tuple[int, ...]:
-    """The published ones, where the target is deep enough for them."""
-    found = published_layers(num_layers)
-    return found if list(found) == sorted(set(found)) else (0, num_layers // 2, num_layers)
+    """Return the published layers if the target is deep enough for them."""
+    layers = published_layers(num_layers)
+    return layers if list(layers) == sorted(set(layers)) else (0, num_layers // 2, num_layers)
 
 
 def initial(config: EagleConfig, norm: Tensor, seed: int) -> dict[str, Tensor]:
     noise = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for name, shape in shapes(config).items():
         if name in FROZEN:
             continue
         if name == "norm.weight":
-            found[name] = norm.float().cpu().clone()
+            parameters[name] = norm.float().cpu().clone()
         elif len(shape) == 1:
-            found[name] = torch.ones(shape)
+            parameters[name] = torch.ones(shape)
         else:
-            found[name] = torch.randn(shape, generator=noise) / math.sqrt(shape[1])
-            found[name] *= 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-    return found
+            parameters[name] = torch.randn(shape, generator=noise) / math.sqrt(shape[1])
+            parameters[name] *= 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+    return parameters
 
 
 def fuse(taps: Tensor, norms: tuple[Tensor, ...], fc: Tensor, eps: float) -> Tensor:
-    """EAGLE-3: (B, L, T, H) -> (B, L, h)."""
+    """Fuse taps of EAGLE-3, (B, L, T, H) -> (B, L, h)."""
     if norms:
         taps = torch.stack([rms_norm(taps[:, :, i], norm, eps) for i, norm in enumerate(norms)], 2)
     return linear(taps.flatten(2), fc)
@@ -133,7 +133,7 @@ def eagle_layer(
 
 
 def step_mask(segments: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """(B, 1, L, steps * L) for the last of so many steps: causal inside a sequence, then one diagonal for each step."""
+    """Return the mask of the last of `steps`, (B, 1, L, steps * L): causal in a sequence, then a diagonal a step."""
     length = segments.shape[1]
     at = torch.arange(length, device=segments.device)
     causal = (segments[:, :, None] == segments[:, None, :]) & (at[:, None] >= at)
@@ -159,8 +159,9 @@ class EagleTrainee:
         self.config = make_config(target, options, vocab, name, fused=fused)
         tensors = initial(self.config, target.norm, seed)
         if init_from is not None:
-            found, stored = eagle_checkpoint.read(init_from, target.config)
-            self.config = replace(found, target=self.config.target)  # which need not be the one it was trained for
+            stored_config, stored = eagle_checkpoint.read(init_from, target.config)
+            # The target need not be the one that the stored drafter was trained for.
+            self.config = replace(stored_config, target=self.config.target)
             tensors = {key: tensor for key, tensor in stored.items() if key not in FROZEN}
             if "d2t" in stored:
                 vocab = draft_ids(stored["d2t"])
@@ -181,7 +182,7 @@ class EagleTrainee:
         self._fuse, self._layer, self._chunk = compile_(fuse), compile_(eagle_layer), compile_(chunk_loss)
 
     def outputs(self, batch: TrainBatch) -> list[Tensor]:
-        """(B, L, h) of every step, before the final norm."""
+        """Return the outputs of every step, (B, L, h), before the final norm."""
         config, target, dtype = self.config, self.target, self.target.dtype
         length, parameters = batch.tokens.shape[1], self.parameters
         weights = layer_weights(parameters.get, LAYER)
@@ -192,7 +193,7 @@ class EagleTrainee:
             features = self._fuse(batch.hidden.taps, norms, fc, self.eps)
         else:
             features = batch.hidden.final
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         keys: tuple[Tensor, ...] = ()
         values: tuple[Tensor, ...] = ()
         for step in range(self.options.steps):
@@ -211,12 +212,12 @@ class EagleTrainee:
                 self.eps,
             )
             keys, values = (*keys, k), (*values, v)
-            found.append(out)
+            outputs.append(out)
             features = self.normed(out) if config.norm_output else out
-        return found
+        return outputs
 
     def normed(self, out: Tensor) -> Tensor:
-        """The head's input."""
+        """Return the head's input."""
         if not self.config.fused:
             return out
         return rms_norm(out, self.parameters["norm.weight"], self.eps)
@@ -225,14 +226,14 @@ class EagleTrainee:
         options = self.options
         at, exists = anchors(batch, options.anchors)  # tokens behind which a draft starts: pairs of index at - 1
         exists = exists & (at > 0) & (batch.segments.gather(1, (at - 1).clamp(min=0)) == batch.segments.gather(1, at))
-        there = ahead(batch, at, exists, options.steps)
+        places = ahead(batch, at, exists, options.steps)
         index = (at - 1).clamp(min=0)[:, :, None].expand(-1, -1, self.head.shape[1])
         outs = torch.stack([out.gather(1, index) for out in self.outputs(batch)], 2)  # (B, A, S, h)
-        known = self.in_draft[there.wanted]
+        known = self.in_draft[places.wanted]
         steps = torch.arange(options.steps, device=at.device)
-        weight = there.valid * known * options.decay**steps
-        states = there.states(batch.hidden.final)
-        found = draft_loss(
+        weight = places.valid * known * options.decay**steps
+        states = places.states(batch.hidden.final)
+        losses = draft_loss(
             self.normed(outs).flatten(0, 2),
             self.head,
             states,
@@ -240,11 +241,11 @@ class EagleTrainee:
             options,
             chunk=self._chunk,
         )
-        loss = found.loss
+        loss = losses.loss
         if options.features:
             away = F.smooth_l1_loss(outs.flatten(0, 2).float(), states.float(), reduction="none").mean(1)
             loss = loss + options.features * (weight.flatten() * away).sum()
-        return StepLoss.of(loss, weight, found.hit.view_as(weight) & known, there.valid, exists)
+        return StepLoss.of(loss, weight, losses.hit.view_as(weight) & known, places.valid, exists)
 
     def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> None:
         dtype = torch.bfloat16

@@ -25,12 +25,12 @@ Chunk = Callable[[Tensor, Tensor, Tensor, float, float, float], tuple[Tensor, Te
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What the options of every trainee have in common."""
+    """Options that every trainee has."""
 
     anchors: int = between(1, 1 << 16, 64)  # places of a row that drafts start from and that count
     ce: float = between(0.0, MOST_WEIGHT, 0.3)
     tv: float = between(0.0, MOST_WEIGHT, 0.7)
-    temperature: float = between(0.01, 100.0, 1.0)  # of the target's distribution that is learnt
+    temperature: float = between(0.01, 100.0, 1.0)  # temperature of the target's distribution that is learnt
 
 
 class Losses(NamedTuple):
@@ -117,10 +117,11 @@ def draft_loss(
     rows: int = 4096,
     chunk: Chunk = chunk_loss,
 ) -> Losses:
-    """z = hidden head^T + previous w2^T, y = target head^T; head (Vd, H), all others have N rows.
+    """Return the loss of z = hidden head^T + previous w2^T against y = target head^T.
 
-    `weight` is the share of each row in the sum; `rows` the size of a chunk; `chunk` may be a compiled `chunk_loss`.
+    head is (Vd, H), all others have N rows. `weight` is the share of each row in the sum; `rows` the size of a chunk;
+    `chunk` may be a compiled `chunk_loss`.
     """
     shares = options.ce, options.tv, options.temperature
-    found: Any = _DraftLoss.apply(hidden, previous, w2, head, target, weight, *shares, rows, chunk)  # type: ignore[no-untyped-call]
-    return Losses(*found)
+    apply: Any = _DraftLoss.apply
+    return Losses(*apply(hidden, previous, w2, head, target, weight, *shares, rows, chunk))

@@ -1,5 +1,8 @@
-"""Training Medusa (Cai et al. 2024): head i reads the hidden state behind which token t + 1 was picked, and learns the
-target's distribution of token t + 2 + i. Heads share the target's own output weights, so a head is one small matrix."""
+"""Training of Medusa (Cai et al. 2024).
+
+Head i reads the hidden state from which token t + 1 was chosen, and learns the target's distribution of token
+t + 2 + i. Heads share the target's own output weights, so a head is one small matrix.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from paceline.training.data.batch import TrainBatch, ahead, anchors
 from paceline.training.registry import BuiltTrainee, TraineeContext, between, options_of
 from paceline.training.trainee import StepLoss
 from paceline.training.trainees.losses import LossOptions, chunk_loss, draft_loss
-from paceline.training.trainees.target import FrozenTarget
+from paceline.training.trainees.target import FrozenTarget, linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(LossOptions):
     heads: int = between(1, MAX_K, 4)
     layers: int = between(1, MOST_LAYERS, 1)  # blocks of a head
-    decay: float = between(0.01, 1.0, 0.8)  # of the weight, from head to head
+    decay: float = between(0.01, 1.0, 0.8)  # weight of a head over that of the one before
 
 
 class MedusaTrainee:
@@ -40,13 +43,13 @@ class MedusaTrainee:
         compiled: bool = False,
         init_from: Path | None = None,
     ) -> None:
-        given = load_heads(init_from, target.config) if init_from is not None else None
-        if given is not None:
-            if any(head.output is not None for head in given):
+        initial = load_heads(init_from, target.config) if init_from is not None else None
+        if initial is not None:
+            if any(head.output is not None for head in initial):
                 raise InvalidParameter(
                     "init_from", f"{init_from} holds heads with output weights of their own, which are not trained here"
                 )
-            options = replace(options, heads=len(given), layers=len(given[0].blocks))
+            options = replace(options, heads=len(initial), layers=len(initial[0].blocks))
         self.target, self.options, self.name = target, options, name
         hidden = target.config.hidden_size
         self.parameters: dict[str, Tensor] = {}
@@ -54,8 +57,8 @@ class MedusaTrainee:
             for j in range(options.layers):
                 # A weight of zero makes a block the identity: the head begins as the target's own.
                 weight, bias = torch.zeros(hidden, hidden), torch.zeros(hidden)
-                if given is not None:
-                    weight, stored = given[i].blocks[j]
+                if initial is not None:
+                    weight, stored = initial[i].blocks[j]
                     bias = bias if stored is None else stored
                 self.parameters |= {f"{i}.{j}.linear.weight": weight, f"{i}.{j}.linear.bias": bias}
         self.parameters = {
@@ -65,34 +68,34 @@ class MedusaTrainee:
         self._chunk = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
 
     def heads(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., heads, H), the inputs of the target's output weights."""
-        found = []
+        """Return the inputs of the target's output weights, (..., H) -> (..., heads, H)."""
+        outputs = []
         for i in range(self.options.heads):
             y = x
             for j in range(self.options.layers):
-                weight, bias = (self.parameters[f"{i}.{j}.linear.{part}"].to(x.dtype) for part in ("weight", "bias"))
-                y = y + F.silu(F.linear(y, weight, bias))
-            found.append(y)
-        return torch.stack(found, -2)
+                weight, bias = (self.parameters[f"{i}.{j}.linear.{part}"] for part in ("weight", "bias"))
+                y = y + F.silu(linear(y, weight, bias))
+            outputs.append(y)
+        return torch.stack(outputs, -2)
 
     def loss(self, batch: TrainBatch) -> StepLoss:
-        """An anchor is the newest token: the state before it picked it, and head i predicts the i + 1st behind it."""
+        """Return the loss of all heads. An anchor is the newest token; head i predicts the i + 1st token behind it."""
         options = self.options
         at, exists = anchors(batch, options.anchors)
         exists = exists & (at > 0) & (batch.segments.gather(1, (at - 1).clamp(min=0)) == batch.segments.gather(1, at))
-        there = ahead(batch, at, exists, options.heads)
+        places = ahead(batch, at, exists, options.heads)
         final = batch.hidden.final
         before = final.gather(1, (at - 1).clamp(min=0)[:, :, None].expand(-1, -1, final.shape[2]))
-        weight = there.valid * options.decay ** torch.arange(options.heads, device=at.device)
-        found = draft_loss(
+        weight = places.valid * options.decay ** torch.arange(options.heads, device=at.device)
+        losses = draft_loss(
             self.heads(before).flatten(0, 2),
             self.target.head,
-            there.states(final),
+            places.states(final),
             weight.flatten(),
             options,
             chunk=self._chunk,
         )
-        return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)
+        return StepLoss.of(losses.loss, weight, losses.hit.view_as(weight), places.valid, exists)
 
     def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> None:
         chosen = {name: one.detach().cpu() for name, one in (parameters or self.parameters).items()}

@@ -48,7 +48,7 @@ class LayerWeights(NamedTuple):
     down_bias: Tensor | None = None
 
 
-NAMES = {  # of the parts of a layer in a checkpoint
+NAMES = {  # fields of LayerWeights -> names in a checkpoint
     "input_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
@@ -121,7 +121,8 @@ class FrozenTarget:
     def __call__(
         self, tokens: Tensor, segments: Tensor, positions: Tensor, taps: tuple[int, ...], *, compiled: bool = True
     ) -> Hidden:
-        """(B, L) each; `segments` number the sequences of a row. `compiled`: False for shapes that occur once."""
+        """Return hidden states of (B, L) tokens; `segments` number the sequences of a row. `compiled`: False for shapes
+        that occur once."""
         config, layer = self.config, self._compiled if compiled else decoder_layer
         rotary = self.rotary(positions)
         masks = {window: self._mask(segments, window) for window in set(config.windows or (None,))}
@@ -134,8 +135,8 @@ class FrozenTarget:
             hidden, _, _ = layer(hidden, rotary, mask, weights, config.rms_norm_eps, self.dtype)
         if config.num_layers in taps:
             tapped.append((config.num_layers, hidden))
-        found = dict(tapped)
-        stacked = torch.stack([found[tap] for tap in taps], 2) if taps else hidden[:, :, None, :0]
+        by_layer = dict(tapped)
+        stacked = torch.stack([by_layer[tap] for tap in taps], 2) if taps else hidden[:, :, None, :0]
         return Hidden(stacked, rms_norm(hidden, self.norm, config.rms_norm_eps))
 
     def rotary(self, positions: Tensor) -> Rotary:
@@ -143,7 +144,7 @@ class FrozenTarget:
         return cos[positions], sin[positions]
 
     def _mask(self, segments: Tensor, window: int | None) -> Tensor:
-        """(B, 1, L, L), added to the scores: causal, inside one sequence."""
+        """Return a mask (B, 1, L, L) to add to the scores: causal, inside one sequence."""
         at = torch.arange(segments.shape[1], device=segments.device)
         seen = (segments[:, :, None] == segments[:, None, :]) & (at[:, None] >= at)
         if window is not None:
@@ -161,19 +162,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, N, heads * d) -> (B, heads, N, d)"""
+    """Split (B, N, heads * d) into (B, heads, N, d)."""
     return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """(B, heads, N, d)"""
+    """Apply rotary positions to (B, heads, N, d)."""
     cos, sin = rotary[0][:, None], rotary[1][:, None]
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """(B, heads, N, d) each, of which k and v may have fewer heads -> (B, N, heads * d)"""
+    """Attend with (B, heads, N, d) each, of which k and v may have fewer heads -> (B, N, heads * d)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1 / math.sqrt(q.shape[-1]))
@@ -181,12 +182,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where seen, else -inf: converted once, not in every layer."""
+    """Return 0 where seen, else -inf: converted once, not in every layer."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
 
 
 def positions_of(segments: Tensor) -> Tensor:
-    """(B, L): a token's place in its own sequence, from the row's segment numbers."""
+    """Return (B, L), a token's place in its own sequence, from the row's segment numbers."""
     at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     starts = torch.ones_like(segments, dtype=torch.bool)
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
