@@ -29,9 +29,9 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import Cell, Results
 from paceline.bench.runner import Plan
 from paceline.cli.app import run
-from paceline.errors import InvalidParameter
 from tests.bench.fake_server import FakeServer
 from tests.bench.fake_subject import prompts
+from tests.helpers.errors import refused
 
 
 def bench(
@@ -253,17 +253,15 @@ def test_a_url_may_be_written_in_several_ways(given: str, url: str) -> None:
     "given", ["", "localhost:8000", "ftp://host", "http://", "http://me:secret@host", "http://h/?a=b", "http://a b/"]
 )
 def test_what_is_no_url_is_refused_by_the_options_name(given: str) -> None:
-    with pytest.raises(InvalidParameter) as caught:
+    with refused("baseline_endpoint") as caught:
         base_url(given, "baseline_endpoint")
-    assert caught.value.field == "baseline_endpoint"
     assert "secret" not in str(caught.value)
 
 
 def test_of_several_models_one_must_be_named() -> None:
     with FakeServer(models=("a", "b")) as server:
-        with pytest.raises(InvalidParameter) as caught:
+        with refused("model"):
             bench(server)
-        assert caught.value.field == "model"
         assert finished(server, model="b").model == server.asked[-1]["model"] == "b"
 
 
@@ -279,9 +277,8 @@ def test_the_key_is_passed_on_and_never_shown() -> None:
 
 
 def test_a_key_that_cannot_be_one_is_refused_and_not_shown() -> None:
-    with FakeServer() as server, pytest.raises(InvalidParameter) as caught:
+    with FakeServer() as server, refused("api_key") as caught:
         bench(server, api_key="two\nlines secret")
-    assert caught.value.field == "api_key"
     assert "secret" not in str(caught.value)
 
 

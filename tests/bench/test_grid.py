@@ -8,8 +8,8 @@ from paceline.bench.command import choose
 from paceline.bench.grid import concurrencies
 from paceline.bench.groups import check_enough, make_groups
 from paceline.cli.bench.command import BenchOptions, choose_prompts
-from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
+from tests.helpers.errors import refused
 
 NOTHING: dict[str, list[str]] = {"draft_model": [], "drafter": []}
 
@@ -33,29 +33,29 @@ def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
 
 
 @pytest.mark.parametrize(
-    ("methods", "k", "problem"),
+    ("methods", "k", "field"),
     [
-        ("ngrams", "", "methods: 'ngrams' is not one of none, ngram"),
-        ("", "", "methods: is empty"),
-        ("none", "", "methods: nothing to compare"),
-        ("ngram", "0", "k: must be between 1 and 64, or auto; got 0"),
-        ("ngram", "200", "k: must be between 1 and 64, or auto; got 200"),
-        ("ngram", "-3", "got -3"),
-        ("ngram", "four", "k: must be a whole number .* got 'four'"),
-        ("ngram", "2.5", "got '2.5'"),
-        ("auto", "4", "k: none of the methods takes a k"),
-        ("draft-model", "4", "draft-model needs a model to draft with; name one with --draft-model"),
-        ("medusa", "4", "medusa needs a model to draft with; name one with --drafter"),
+        ("ngrams", "", "methods"),
+        ("", "", "methods"),
+        ("none", "", "methods"),
+        ("ngram", "0", "k"),
+        ("ngram", "200", "k"),
+        ("ngram", "-3", "k"),
+        ("ngram", "four", "k"),
+        ("ngram", "2.5", "k"),
+        ("auto", "4", "k"),
+        ("draft-model", "4", "methods"),
+        ("medusa", "4", "methods"),
     ],
 )
-def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, problem: str) -> None:
-    with pytest.raises(InvalidParameter, match=problem):
+def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, field: str) -> None:
+    with refused(field):
         labels(methods, k)
 
 
 def test_a_method_whose_model_is_none_is_refused() -> None:
     for method, option in (("draft-model", "draft_model"), ("dspark", "drafter")):
-        with pytest.raises(InvalidParameter, match=f"{method} needs a model to draft with"):
+        with refused("methods"):
             labels(method, **{option: "none"})
 
 
@@ -63,9 +63,9 @@ def test_a_method_with_a_packaged_drafter_needs_none_named() -> None:
     assert labels("dspark", "4") == ["plain", "dspark k=4"]
 
 
-@pytest.mark.parametrize(("option", "user"), [("draft_model", "draft-model"), ("drafter", "medusa")])
-def test_a_draft_model_or_drafter_that_no_method_uses_is_refused(option: str, user: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"{option}: none of the methods uses it; add {user} or .*auto"):
+@pytest.mark.parametrize("option", ["draft_model", "drafter"])
+def test_a_draft_model_or_drafter_that_no_method_uses_is_refused(option: str) -> None:
+    with refused(option):
         labels("ngram", **{option: "d"})
 
 
@@ -77,7 +77,7 @@ def test_without_methods_the_first_of_the_table_and_auto_are_compared() -> None:
 def test_concurrency_is_a_list_of_whole_numbers() -> None:
     assert concurrencies("1, 4,16,4") == [1, 4, 16]
     for wrong in ("", "0", "-1", "1,x", "1000"):
-        with pytest.raises(InvalidParameter, match="concurrency: must be"):
+        with refused("concurrency"):
             concurrencies(wrong)
 
 
@@ -104,11 +104,10 @@ def test_at_one_request_at_a_time_nothing_is_left_out() -> None:
 def test_a_run_that_cannot_end_in_a_figure_is_refused_before_it_begins() -> None:
     check_enough(prompts(20), [1, 4], 64)
     check_enough(prompts(4), [1], 64, pairs=1)
-    refused = {"prompts": (4, [1], 64), "concurrency": (20, [1, 16], 64), "max_tokens": (10, [1], 2)}
-    for field, (count, levels, max_tokens) in refused.items():
-        with pytest.raises(InvalidParameter) as caught:
+    cases = {"prompts": (4, [1], 64), "concurrency": (20, [1, 16], 64), "max_tokens": (10, [1], 2)}
+    for field, (count, levels, max_tokens) in cases.items():
+        with refused(field):
             check_enough(prompts(count), levels, max_tokens)
-        assert caught.value.field == field
 
 
 def test_our_own_prompts_are_enough_for_16_at_once() -> None:

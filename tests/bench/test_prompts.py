@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, from_file, shipped
-from paceline.errors import InvalidParameter, PacelineError
+from tests.helpers.errors import refused
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -32,7 +32,7 @@ def test_no_workload_is_forgotten_and_all_are_packaged() -> None:
 
 def test_prompts_of_a_workload_can_be_limited_and_unknown_workloads_are_refused() -> None:
     assert len(shipped(["chat", "code"], per_workload=3)) == 6
-    with pytest.raises(InvalidParameter, match="'poetry' is not one of chat, code"):
+    with refused("workloads"):
         shipped(["poetry"])
 
 
@@ -70,50 +70,48 @@ def test_a_file_can_be_narrowed_to_some_of_its_workloads(tmp_path: Path) -> None
     lines = [{"prompt": f"{name} {n}", "workload": name} for name in "abc" for n in range(4)]
     path = write(tmp_path, "mine.jsonl", *lines)
     assert [prompt.workload for prompt in from_file(path, ["c", "a"], per_workload=2)] == ["c", "c", "a", "a"]
-    with pytest.raises(InvalidParameter, match="workloads: 'd' is not one of a, b, c"):
+    with refused("workloads"):
         from_file(path, ["d"])
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    "line",
     [
-        ('{"prompt": "x"', "line 2 of .* is not JSON"),
-        ('["prompt"]', "line 2 of .* must be an object with one of prompt, messages, turns"),
-        ('"prompt"', "line 2 of .* must be an object"),
-        ("17", "line 2 of .* must be an object"),
-        ('{"text": "x"}', "line 2 of .* must be an object with one of"),
-        ('{"prompt": "x", "turns": ["y"]}', "line 2 of .* must be an object with one of"),
-        pytest.param("[" * 100_000, "line 2 of .* is not JSON", id="nested"),
-        ('{"prompt": ""}', "line 2 of .* prompt must be some text, got ''"),
-        ('{"prompt": null}', "line 2 of .* prompt must be some text, got None"),
-        ('{"prompt": "\\ud800"}', "line 2 of .* not valid Unicode"),
-        ('{"turns": []}', "line 2 of .* turns must be a list"),
-        ('{"turns": "x"}', "line 2 of .* turns must be a list"),
-        ('{"turns": ["x", 5]}', "line 2 of .* a turn must be some text, got 5"),
-        ('{"messages": []}', "line 2 of .* messages must be a list"),
-        ('{"messages": ["x"]}', "line 2 of .* a message is an object with role"),
-        ('{"messages": [{"role": "wizard", "content": "x"}]}', "line 2 of .* a message is an object with role"),
-        ('{"messages": [{"role": "user"}]}', "line 2 of .* content must be some text, got None"),
-        (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
-            "line 2 of .* the last message must be the user's",
-        ),
-        ('{"prompt": "x", "category": 5}', "line 2 of .* workload must be a name, got 5"),
+        '{"prompt": "x"',
+        '["prompt"]',
+        '"prompt"',
+        "17",
+        '{"text": "x"}',
+        '{"prompt": "x", "turns": ["y"]}',
+        pytest.param("[" * 100_000, id="nested"),
+        '{"prompt": ""}',
+        '{"prompt": null}',
+        '{"prompt": "\\ud800"}',
+        '{"turns": []}',
+        '{"turns": "x"}',
+        '{"turns": ["x", 5]}',
+        '{"messages": []}',
+        '{"messages": ["x"]}',
+        '{"messages": [{"role": "wizard", "content": "x"}]}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        '{"prompt": "x", "category": 5}',
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, "mine.jsonl", {"prompt": "fine"}, line, {"prompt": "fine too"})
-    with pytest.raises(PacelineError, match=problem):
+    with refused("prompts") as caught:
         from_file(path)
+    assert "line 2 of" in str(caught.value)
 
 
 def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=r"prompts: cannot read .*nothing.jsonl: No such file"):
+    with refused("prompts"):
         from_file(tmp_path / "nothing.jsonl")
-    with pytest.raises(InvalidParameter, match=r"cannot read .*: Is a directory"):
+    with refused("prompts"):
         from_file(tmp_path)
-    with pytest.raises(InvalidParameter, match=r"empty.txt is empty"):
+    with refused("prompts"):
         from_file(write(tmp_path, "empty.txt", "", "  "))
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
-    with pytest.raises(InvalidParameter, match="not UTF-8"):
+    with refused("prompts"):
         from_file(tmp_path / "latin.txt")

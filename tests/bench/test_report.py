@@ -25,7 +25,7 @@ from paceline.bench.report import words as report_words
 from paceline.bench.report.figures import series_of
 from paceline.bench.results import Cell, Results, Speedup, Spread, WithoutLoops
 from paceline.cli.bench.tables import notes
-from paceline.errors import InvalidParameter
+from tests.helpers.errors import refused
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "<script>alert('x')</script>\"'&<b>"
@@ -145,9 +145,9 @@ def test_what_is_not_finite_becomes_null() -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"cells": 5}', '{"cells": [{}]}', '{"cells": [5]}', "null"])
 def test_what_is_no_results_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(InvalidParameter, match="results: "):
+    with refused("results"):
         Results.load(tmp_path / "results.json")
-    with pytest.raises(InvalidParameter, match="cannot read"):
+    with refused("results"):
         Results.load(tmp_path / "missing.json")
 
 

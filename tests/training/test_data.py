@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paceline.errors import InvalidParameter
 from paceline.text.tokenizer import Tokenizer
 from paceline.training.data import generate as data
 from paceline.training.data.examples import encoded, read_examples
@@ -17,6 +16,7 @@ from paceline.training.data.filters import loop_ends, repeats, without_loops
 from paceline.training.data.generate import Maker, draft_vocabulary
 from paceline.training.data.rows import RowSampler, held_out, packed
 from paceline.training.data.store import Sequences, TokenStore
+from tests.helpers.errors import refused
 
 
 def numbers(count, seed=0):
@@ -53,15 +53,16 @@ def test_a_store_gives_back_what_was_added_and_knows_its_vocabulary(tmp_path):
     assert found.answer[:4].tolist() == [False, False, True, True]
     assert found.source.tolist() == [0, 0, 1]
     assert not list(tmp_path.glob("*.part"))
-    with pytest.raises(InvalidParameter, match="a vocabulary of 70000"):
+    with refused("data"):
         TokenStore(tmp_path, 100)
 
 
 def test_a_damaged_shard_is_named(tmp_path):
     store = TokenStore(tmp_path, 97)
     (tmp_path / "a.npz").write_bytes(b"PK nothing")
-    with pytest.raises(InvalidParameter, match=r"a\.npz is damaged"):
+    with refused("data") as caught:
         store.read()
+    assert "a.npz" in str(caught.value)
 
 
 def test_rows_hold_whole_sequences_and_every_answer_once():
@@ -77,7 +78,7 @@ def test_rows_hold_whole_sequences_and_every_answer_once():
             found.append(tokens[at].tolist())
     assert sorted(found) == sorted(tokens.tolist() for tokens, _ in sequences)
     assert (rows.segments > 0).mean() > 0.9
-    with pytest.raises(InvalidParameter, match="no sequence has an answer"):
+    with refused("data"):
         packed(Sequences.of([(numbers(50), [1, 2, 3])], 97), 40)
 
 
@@ -96,7 +97,7 @@ def test_every_row_comes_once_in_an_epoch_and_sources_by_their_weight():
     other = RowSampler(source, {0: 3.0, 1: 1.0}, 0)
     other.restore(state)
     assert other.next(8).tolist() == expected.tolist()
-    with pytest.raises(InvalidParameter, match="no source"):
+    with refused("mix"):
         RowSampler(source, {7: 1.0}, 0)
 
 
@@ -115,23 +116,24 @@ def test_the_draft_vocabulary_is_the_answers_most_frequent_tokens():
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    "line",
     [
-        ("{", "line 2 of .* is not JSON"),
-        ('{"answer": "x"}', "line 2 of .*one of messages"),
-        ('{"messages": []}', "at least one"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "'robot' is not one of"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', "is not one of"),
-        ('{"conversations": [{"from": "gpt", "value": "x"}]}', "line 2 of .* begins with the assistant"),
-        ('{"prompt": " "}', "content must be some text"),
-        ('{"prompt": "a", "text": "b"}', "one of"),
+        "{",
+        '{"answer": "x"}',
+        '{"messages": []}',
+        '{"messages": [{"role": "robot", "content": "x"}]}',
+        '{"messages": [{"role": ["user"], "content": "x"}]}',
+        '{"conversations": [{"from": "gpt", "value": "x"}]}',
+        '{"prompt": " "}',
+        '{"prompt": "a", "text": "b"}',
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, words):
+def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n' + line)
-    with pytest.raises(InvalidParameter, match=words):
+    with refused("data") as caught:
         read_examples(path)
+    assert "line 2 of" in str(caught.value)
 
 
 def test_every_form_of_a_chat_gives_the_same_tokens_and_marks(tmp_path, smollm2_path):

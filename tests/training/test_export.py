@@ -19,12 +19,13 @@ from paceline.drafters.block.config import shapes as block_shapes
 from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.heads import checkpoint as medusa_checkpoint
-from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from paceline.errors import BrokenModel, ModelNotFound, UnsupportedModel
 from paceline.models.spec import ModelConfig
 from paceline.training.export import ExportTarget, export
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.eagle.eagles import config_for, random_tensors
 from tests.drafters.overfit import random_heads
+from tests.helpers.errors import refused
 
 HEAD = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4))
 TARGET = ExportTarget("some/model", CONFIG, lambda: HEAD)
@@ -97,7 +98,7 @@ def test_layers_left_to_the_target_are_written_out(tmp_path):
 
 def test_a_head_left_to_the_target_is_written_out(tmp_path):
     _, tensors = eagle3(tmp_path / "in", own_head=False)
-    with pytest.raises(InvalidParameter, match="takes its output head from its model; give --model"):
+    with refused("model"):
         export(tmp_path / "in", "eagle3", tmp_path / "out")
     export(tmp_path / "in", "eagle3", tmp_path / "out", TARGET)
     stored = load_file(tmp_path / "out/model.safetensors")
@@ -150,9 +151,7 @@ def test_medusa_heads_are_written_as_vllm_reads_them(tmp_path):
 )
 def test_what_a_class_of_vllm_lacks_is_refused_by_name(make, changes, form, lacks, tmp_path):
     make(tmp_path / "in", **changes)
-    with pytest.raises(
-        UnsupportedModel, match=f"cannot be exported as {form}: vLLM's class has no place for .*{lacks}"
-    ):
+    with pytest.raises(UnsupportedModel, match=lacks):
         export(tmp_path / "in", form, tmp_path / "out", TARGET)
     assert not (tmp_path / "out").exists()
 
@@ -160,43 +159,41 @@ def test_what_a_class_of_vllm_lacks_is_refused_by_name(make, changes, form, lack
 def test_a_block_drafter_without_norms_of_q_and_k_is_refused(tmp_path):
     config, _ = block(tmp_path / "other")
     block(tmp_path / "in", body=replace(config.body, architecture="llama", qk_norm=False))
-    with pytest.raises(UnsupportedModel, match="attention without norms of q and k"):
+    with pytest.raises(UnsupportedModel):
         export(tmp_path / "in", "dspark", tmp_path / "out", TARGET)
 
 
 def test_a_format_of_another_method_is_refused_with_the_one_to_take(tmp_path):
     eagle3(tmp_path / "in")
-    with pytest.raises(InvalidParameter, match="which medusa lacks; export it as eagle3 or speculators"):
+    with refused("format"):
         export(tmp_path / "in", "medusa", tmp_path / "out", TARGET)
     config = config_for(CONFIG, fused=False, own_head=False)
     eagle_checkpoint.write(tmp_path / "first", config, random_tensors(config))
-    with pytest.raises(
-        InvalidParameter, match="method eagle, which eagle3 lacks; other engines read its folder as it is"
-    ):
+    with refused("format"):
         export(tmp_path / "first", "eagle3", tmp_path / "out", TARGET)
-    with pytest.raises(InvalidParameter, match="'onnx' is not one of eagle3, speculators, medusa, dspark"):
+    with refused("format"):
         export(tmp_path / "in", "onnx", tmp_path / "out")
 
 
 def test_folders_that_cannot_be_read_or_written_are_refused(tmp_path):
     eagle3(tmp_path / "in")
-    with pytest.raises(InvalidParameter, match="is there already"):
+    with refused("out"):
         export(tmp_path / "in", "eagle3", tmp_path / "in")
-    with pytest.raises(ModelNotFound, match="does not exist"):
+    with pytest.raises(ModelNotFound):
         export(tmp_path / "nowhere", "eagle3", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BrokenModel, match="it holds no"):
+    with pytest.raises(BrokenModel):
         export(tmp_path / "empty", "eagle3", tmp_path / "out")
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_folder(tmp_path):
     eagle3(tmp_path / "in")
     full = mock.patch("paceline.drafters.folder.save_file", side_effect=SafetensorError("No space left on device"))
-    with full, pytest.raises(InvalidParameter, match=r"cannot write to .*out: No space left on device"):
+    with full, refused("out"):
         export(tmp_path / "in", "eagle3", tmp_path / "out", TARGET)
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidParameter, match=r"cannot write to .*Not a directory"):
+    with refused("out"):
         export(tmp_path / "in", "eagle3", tmp_path / "file" / "out", TARGET)
 
 

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.errors import InvalidParameter, PacelineError
+from paceline.errors import PacelineError
 from paceline.training.loop import STATE, LoopConfig
+from tests.helpers.errors import refused
 from tests.training.toy import toy_loop, toy_target
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +99,7 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_good_state(target, tmp_path)
     kept = (tmp_path / STATE).read_bytes()
     with torch.no_grad():
         loop.weights[0].fill_(float("nan"))
-    with pytest.raises(PacelineError, match=r"not a number at step 2.*--resume"):
+    with pytest.raises(PacelineError, match="step 2"):
         loop.run()
     assert (tmp_path / STATE).read_bytes() == kept
 
@@ -107,7 +108,7 @@ def test_a_loss_that_is_not_a_number_before_anything_was_saved_speaks_of_no_stat
     loop = toy_loop(target, tmp_path, 6)
     with torch.no_grad():
         loop.weights[0].fill_(float("nan"))
-    with pytest.raises(PacelineError, match="not a number at step 1; nothing was saved yet: begin again"):
+    with pytest.raises(PacelineError, match="step 1"):
         loop.run()
     assert not (tmp_path / STATE).exists()
 
@@ -122,10 +123,10 @@ def test_a_full_disk_keeps_the_last_good_state(target, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(InvalidParameter, match="No space left on device; free some space"):
+    with refused("out"):
         loop.save()
     assert (tmp_path / STATE).read_bytes() == kept
-    assert not list(tmp_path.glob("*.part"))
+    assert list(tmp_path.iterdir()) == [tmp_path / STATE]
 
 
 def test_a_run_bounded_by_minutes_ends_in_time_and_the_next_one_goes_on(target, tmp_path, monkeypatch):
@@ -144,14 +145,14 @@ def test_a_run_bounded_by_minutes_ends_in_time_and_the_next_one_goes_on(target, 
 
 
 def test_bad_settings_are_refused(target, tmp_path):
-    for changes, words in (
-        ({"steps": 3, "minutes": 1.0}, "either"),
-        ({}, "either"),
-        ({"steps": 3, "optimizer": "sgd"}, "adamw or muon"),
+    for changes, field in (
+        ({"steps": 3, "minutes": 1.0}, "minutes"),
+        ({}, "minutes"),
+        ({"steps": 3, "optimizer": "sgd"}, "optimizer"),
     ):
-        with pytest.raises(InvalidParameter, match=words):
+        with refused(field):
             LoopConfig(**changes)
-    with pytest.raises(InvalidParameter, match="leave --resume out"):
+    with refused("resume"):
         toy_loop(target, tmp_path / "nothing").resume()
 
 

@@ -16,6 +16,7 @@ from paceline.files.json_fields import JsonFields
 from paceline.training.acceptance import engine_tau
 from paceline.training.data.store import Sequences
 from paceline.training.registry import DRAFT, TRAINEES, TraineeContext, build_trainee, drafting_method
+from tests.helpers.errors import refused
 from tests.training.toy import VOCAB, continued, toy_loop, toy_target
 
 PROMPT = [5, 9, 33, 2]
@@ -71,13 +72,11 @@ def test_one_answer_is_learnt_by_heart_and_the_engine_accepts_it(target, tmp_pat
 
 
 def test_unknown_methods_and_sizes_are_refused(target):
-    with pytest.raises(InvalidParameter) as caught:
+    with refused("method"):
         build_trainee("lookahead", context_for(target))
-    assert caught.value.field == "method"
     for name in TRAINEES:
-        with pytest.raises(InvalidParameter) as caught:
+        with refused("wheels"):
             build_trainee(name, context_for(target, wheels=4))
-        assert caught.value.field == "wheels"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +99,8 @@ def test_unknown_methods_and_sizes_are_refused(target):
     ],
 )
 def test_a_size_that_no_drafter_can_have_is_refused_before_training(target, name, size, value):
-    with pytest.raises(InvalidParameter) as caught:
+    with refused(size):
         build_trainee(name, context_for(target, **{size: value}))
-    assert caught.value.field == size
 
 
 BLOCK = {"layers": 2, "block": 4, "num_taps": 2}
@@ -139,6 +137,5 @@ def test_a_folder_of_another_kind_is_not_trained_on(target, tmp_path):
     save_heads(tmp_path / "own", [head._replace(output=target.head.clone())])
     other = toy_target(tmp_path / "other", "qwen3")
     for name, folder in ((MEDUSA, tmp_path / "own"), (DRAFT, other.path)):
-        with pytest.raises(InvalidParameter) as caught:
+        with refused("init_from"):
             build_trainee(name, context_for(target, folder))
-        assert caught.value.field == "init_from"
