@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from paceline.config import MAX_K
+from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict, VerdictRow
 from paceline.drafters.hidden_states import CommittedRow, TapRing
+from paceline.engine.policy import DraftPlan, FixedPolicy
 from tests.helpers.contract_toys import features, make_drafter, make_engine, params, prompt_of
 
 WIDTH = 2, 3  # taps of a row, and components of each
@@ -92,13 +94,18 @@ def test_the_ring_holds_the_longest_commit(way: str) -> None:
 
 @pytest.mark.parametrize("method", ["tapped", "medusa", "dspark", "dspark, native", "eagle3"])
 def test_a_draft_behind_chunks_that_end_one_token_early_begins_at_the_last_token(method: str) -> None:
-    """A preempted sequence is computed anew in chunks of as many tokens as a step has room for. Where all but its last
-    token are known then, the next step drafts for it, and no verdict has put that token and its state into the ring."""
-    drafter, room = make_drafter(method), 16
-    engine = make_engine([drafter], max_num_batched_tokens=room, prefix_caching=False)
-    requests = [(0, name, prompt_of(at, 9), params(max_tokens=30)) for at, name in enumerate("ab")]
-    (other,), (sequence,) = (engine.add_request(*request[1:]) for request in requests)
-    propose, seen, preempted = drafter.propose, [], False
+    """A preempted sequence is computed anew in chunks of at most 15 tokens. Where all but its last token are known,
+    the next step drafts for it, and no verdict has put that token and its hidden states into the ring."""
+    drafter, seen, length = make_drafter(method), [], 0
+
+    class OncePreempted(FixedPolicy):
+        def choose(self, sequence: Sequence) -> DraftPlan:
+            return DraftPlan(drafter.name, 4) if sequence.num_preemptions else DraftPlan()
+
+    sizes = {"max_num_batched_tokens": 15, "num_blocks": 9, "prefix_caching": False}
+    engine, propose = make_engine([drafter], policy=OncePreempted(), **sizes), drafter.propose
+    for at, name in enumerate("ab"):
+        (sequence,) = engine.add_request(name, prompt_of(at, 9), params(max_tokens=20))
 
     def watched(rows, *after):
         places = torch.tensor([[row.sequence.req_index, len(row.sequence.tokens)] for row in rows]).T
@@ -106,20 +113,17 @@ def test_a_draft_behind_chunks_that_end_one_token_early_begins_at_the_last_token
             tokens = row.sequence.tokens
             assert int(token) == tokens[-1]
             assert states.tolist() == [features(tuple(tokens[:-1]), tap) for tap in drafter.taps]
-            seen.append((preempted, row.sequence.request_id, len(tokens)))
+            seen.append((row.sequence.request_id, len(tokens)))
         return propose(rows, *after)
 
     drafter.propose = watched
     while engine.has_work:
         engine.step()
-        if not preempted and len(sequence.tokens) > room + 1:
-            engine.cancel(other.request_id)
-            engine.scheduler._preempt(sequence)
+        if sequence.num_preemptions and not length:
             states, tokens, _ = drafter._ring.stored
-            with torch.inference_mode():  # another sequence had its place in the ring meanwhile
+            with torch.inference_mode():  # as if other sequences had its place in the ring meanwhile
                 states.fill_(torch.nan)
                 tokens.fill_(-1)
-            preempted, length = True, len(sequence.tokens)
-            engine.scheduler._most_tokens = length - 1
-    assert (True, "b", length) in seen, "a draft begins where the chunk ended"
+            length = len(sequence.tokens)
+    assert seen[0] == ("b", length), "a draft begins where the chunk ended"
     assert engine.drafters.failures == 0
