@@ -113,8 +113,8 @@ class DeviceDrafter(Drafter, Protocol):
     time_is_typical: bool  # False: the last draft compiled or captured something
 
     def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
-        """As `Drafter.propose`. With `after`: draft behind a step that is not read, in which this drafter drafted for
-        these rows. Slots are reserved behind all tokens that the step may commit. The draft may be dropped."""
+        """Return drafts as `Drafter.propose` does. With `after`: behind a step that is not read, in which this drafter
+        drafted for these rows. Slots are reserved behind all tokens that the step may commit; drafts may be dropped."""
 
     def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
         """Receive a step's outcome. `verified`: this drafter's drafts in it; `early`: sequences with an early draft

@@ -163,7 +163,7 @@ def embedding_sample(embedding: Tensor, vocab_size: int) -> tuple[float, ...]:
 
 
 def target_of(fields: JsonFields) -> TargetShape:
-    """Return what config.json says of the model its drafter was trained for."""
+    """Return the model that config.json names as its drafter's target."""
     verifier = fields.section("speculators_config").section("verifier")
     layers = fields.values.get("num_target_layers")
     target = JsonFields(fields.section("paceline").section("target").values, fields.source, "{} of paceline.target")

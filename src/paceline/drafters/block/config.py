@@ -76,7 +76,7 @@ def check_target(config: DSparkConfig, target: ModelConfig, folder: Path) -> Non
 
 
 def shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of such a drafter, by name."""
+    """Return the shapes of a drafter's tensors by name."""
     body, taps = config.body, len(config.taps)
     hidden, vocab, rank = body.hidden_size, config.draft_vocab_size, config.markov_rank
     tensors: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * hidden)}

@@ -98,7 +98,7 @@ def plain_name(name: str) -> str:
 
 
 def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of such a drafter, by name."""
+    """Return the shapes of a drafter's tensors by name."""
     body, wide = config.body, config.body.hidden_size
     fused = config.num_taps * config.feature_size
     layer = layer_shapes(body, 2 * wide if config.fused else wide)

@@ -91,7 +91,7 @@ class DraftModelDrafter:
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         # Where only later blocks are valid, the ones before are filled although other sequences may share them: a
-        # drafter that filled them before wrote the same values.
+        # drafter that filled them before wrote equal values.
         self._states[sequence.key] = ModelKV(end) if start == 0 else ModelKV(0, (start, end))
 
     def on_verdict(self, verified: SequenceOf[VerifiedDraft], early: SequenceOf[Sequence]) -> None:
@@ -152,8 +152,8 @@ class DraftModelDrafter:
         return Draft.merge([(at, draft)], len(rows), self.model.config.vocab_size)
 
     def _can_begin_early(self, row: DraftRequest) -> bool:
-        """The drafter has K/V of all tokens before the step under way, and drafted for the row in it: then at most one
-        of the tokens which that step commits has no K/V."""
+        """Return whether the drafter has K/V of all tokens before the step under way and drafted for the row in it:
+        then at most one of the tokens that the step commits has no K/V."""
         state = self._states.get(row.sequence.key)
         return (
             state is not None
