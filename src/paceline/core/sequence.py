@@ -1,7 +1,7 @@
-"""One answer being generated. A sequence has no phases: it has tokens, of which a number are computed.
+"""A sequence: one answer that is generated. It has no phases, only tokens, of which a number are computed.
 
 `tokens[:num_computed]` have their K/V in the cache; a decoding sequence has exactly one token left to compute, the
-last. The scheduler owns `num_computed`, `blocks` and `status`; all other code only reads them.
+last. Scheduler and committer write `num_computed`, `blocks` and `status`; all other code only reads them.
 """
 
 from __future__ import annotations
@@ -42,38 +42,37 @@ class Sequence:
         wait_group: str | None = None,
     ) -> None:
         self.request_id = request_id
-        self.wait_group = (
-            request_id if wait_group is None else wait_group
-        )  # answers that their caller waits for together
+        # Answers of one wait group are waited for together by their caller.
+        self.wait_group = request_id if wait_group is None else wait_group
         self.index = index  # of the request's n answers
         self.key = f"{request_id}/{index}"
         self.params = params
         self.tokens: list[int] = list(prompt)
         self.num_prompt = len(self.tokens)
-        self.max_len = max_len  # upper bound on its tokens, the prompt included
+        self.max_len = max_len  # most tokens, the prompt included
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)  # tokens that end it
-        self.bad_words = tuple(tuple(word) for word in bad_words)  # as token ids
+        self.bad_words = tuple(tuple(word) for word in bad_words)  # token ids of each
         self._edits = bool(params.penalised or bad_words or params.structured_outputs)
-        self.matcher: Matcher | None = None  # of its grammar
+        self.matcher: Matcher | None = None  # of the request's grammar
         self.sampled = not params.greedy
         self.seed = params.sub_seed(index)
-        self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # key of its coins
+        self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # key of the draws
 
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None  # the reason, where finish_reason is "error"
         self.num_computed = 0
-        self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
+        self.num_cached = 0  # tokens in blocks of the prefix cache, which are read and never written
         self.blocks: list[int] = []
-        self.req_index = -1  # the row of the block manager's tables that holds the same ids; -1: none
+        self.req_index = -1  # row of the block manager's tables that has the block ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
         self.text = ""  # visible output, decoded where the request has stop strings
         self.stats = SpeculationStats()
         # Per output token: token id -> (logprob, rank) of the chosen token and of the most likely ones.
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        # The same of each prompt token but the first, as far as they are computed; the first answer has those of all n.
+        # Per computed prompt token but the first; of n answers the first one has them.
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None or index else []
 
     @property
@@ -90,7 +89,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Only the last token is left to compute, and it is output: a draft may follow it."""
+        """Only the last token is left to compute, and it is an output token: a draft may follow it."""
         return self.num_uncomputed == 1 and self.num_output > 0
 
     @property
@@ -100,7 +99,7 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Its prompt has to be computed, also where the cache holds it."""
+        """The prompt has to be computed, also where the cache holds it."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
@@ -114,7 +113,8 @@ class Sequence:
 
 
 def block_hash(parent: bytes, tokens: SequenceOf[int]) -> bytes:
-    """Identity of a cache block: its tokens and all before them. Cryptographic: a collision is a wrong answer."""
+    """Return the identity of a cache block: its tokens and all before them. Cryptographic: a collision would be a wrong
+    answer."""
     digest = hashlib.blake2b(parent, digest_size=16)
     digest.update(array("i", tokens).tobytes())
     return digest.digest()

@@ -1,4 +1,4 @@
-"""What a request may ask of an engine, and the sequences made of it. Everything refused here is the user's to mend."""
+"""Admission of requests: the checks of an engine, and the sequences made of a request that passes them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,7 @@ class Admission:
         self.max_model_len, self._methods, self.tokenizer = max_model_len, tuple(methods), tokenizer
 
     def sequences(
-        self,
-        request_id: str,
-        prompt: SequenceOf[int],
-        params: SamplingParams,
-        wait_group: str | None = None,
-        grammar: Any = None,
+        self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, wait_group: str | None, grammar: Any
     ) -> list[Sequence]:
         """Return the n sequences of a request, or refuse it. `grammar`: as in `Engine.add_request`."""
         self._check_prompt(prompt)
@@ -49,20 +44,9 @@ class Admission:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
+        make = functools.partial(Sequence, request_id, prompt, params, max_len=limit, eos=self.eos)
         bad_words = self._bad_words(params)
-        sequences = [
-            Sequence(
-                request_id,
-                prompt,
-                params,
-                index=index,
-                max_len=limit,
-                bad_words=bad_words,
-                eos=self.eos,
-                wait_group=wait_group,
-            )
-            for index in range(params.n)
-        ]
+        sequences = [make(index=at, bad_words=bad_words, wait_group=wait_group) for at in range(params.n)]
         self._check_speculation(sequences[0])
         if params.structured_outputs is not None:
             if isinstance(grammar, PacelineError):

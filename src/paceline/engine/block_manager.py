@@ -1,13 +1,13 @@
-"""Which sequences hold which cache blocks. Ids only; the tensors are the `KVCache`'s.
+"""The cache blocks that each sequence holds. Ids only; the tensors are the `KVCache`'s.
 
 A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every
 slot is committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while
 free, until it is handed out again. Shared blocks are never written.
 
-Each block carries marks: the drafters whose own K/V in it are complete. Drafters store what belongs to the pair (hidden
-state of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.
+Each block carries marks: the drafters whose own K/V in it are complete. Drafters store K/V of the pair (hidden state
+of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.
 
-A sequence that holds blocks has a seat: a row of one array with the same ids, from which a pass takes its tables.
+A sequence that holds blocks has a `req_index`: a row of one array with its block ids, from which a pass takes tables.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class BlockManager:
         self._hash: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
         self._marks: list[frozenset[str]] = [frozenset()] * num_blocks
-        self._chain: dict[str, list[bytes]] = {}  # per sequence: the hashes of its full committed blocks
-        self._tables: Tables = np.full((1, 8), -1, np.int32)  # by seat; both sides double when they must
+        self._chain: dict[str, list[bytes]] = {}  # by sequence: the hashes of its full committed blocks
+        self._tables: Tables = np.full((1, 8), -1, np.int32)  # by req_index; either side doubles when it is full
         self._req_indices = [0]  # free ones
 
     @property
@@ -49,7 +49,7 @@ class BlockManager:
         return self.blocks_for(num_tokens) - len(sequence.blocks) <= len(self._free)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give the sequence room for `num_tokens` tokens in all; the caller has asked `can_allocate`."""
+        """Give the sequence blocks for `num_tokens` tokens in all; `can_allocate` was true."""
         held = len(sequence.blocks)
         for _ in range(held, -(-num_tokens // self.block_size)):
             block, _ = self._free.popitem(last=False)
@@ -60,13 +60,13 @@ class BlockManager:
             self._write_table(sequence, held)
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take back blocks beyond `num_tokens`: room reserved for drafts that were not accepted."""
+        """Take back blocks beyond `num_tokens`: those allocated for drafts that were not accepted."""
         while len(sequence.blocks) > self.blocks_for(num_tokens):
             self._release((sequence.blocks.pop(),))
             self._tables[sequence.req_index, len(sequence.blocks)] = -1
 
     def tables(self, sequences: SequenceOf[Sequence]) -> Tables:
-        """(S, W) the block ids of sequences that hold some, -1 beyond a sequence's end."""
+        """Return (S, W) the block ids of sequences that hold some, -1 beyond a sequence's end."""
         width = max([len(sequence.blocks) for sequence in sequences], default=0)
         return self.tables_at(np.array([sequence.req_index for sequence in sequences], np.int64), width)
 
@@ -84,21 +84,21 @@ class BlockManager:
         self._chain.pop(sequence.key, None)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Published blocks that hold the sequence's first tokens. At least one token is always left to compute."""
-        found: list[int] = []
+        """Return published blocks that hold the sequence's first tokens; at least one token is left to compute."""
+        prefix: list[int] = []
         if not self.prefix_caching:
-            return found
+            return prefix
         parent, size = ROOT, self.block_size
         for start in range(0, len(sequence.tokens) - size, size):
             parent = block_hash(parent, sequence.tokens[start : start + size])
             block = self._published.get(parent)
             if block is None:
                 break
-            found.append(block)
-        return found
+            prefix.append(block)
+        return prefix
 
     def num_free_after(self, prefix: Iterable[int]) -> int:
-        """Free blocks left once `prefix` is taken: its unreferenced blocks stand in the free list."""
+        """Return the free blocks left once `prefix` is taken: its unreferenced blocks are in the free list."""
         return len(self._free) - sum(self._references[block] == 0 for block in prefix)
 
     def take_prefix(self, sequence: Sequence, prefix: list[int]) -> None:
@@ -120,7 +120,7 @@ class BlockManager:
             parent = chain[-1] if chain else ROOT
             chain.append(block_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
             block = sequence.blocks[index]
-            if chain[-1] not in self._published:  # else a twin was published first and ours stays private
+            if chain[-1] not in self._published:  # else a twin was published first and this block stays private
                 self._published[chain[-1]] = block
                 self._hash[block] = chain[-1]
 
@@ -134,9 +134,9 @@ class BlockManager:
                 self.publish(sequence)
 
     def mark(self, sequence: Sequence, drafter: str, start: int, end: int) -> None:
-        """The drafter's K/V of positions [start, end) are complete: mark the blocks that lie inside.
+        """Mark the blocks inside positions [start, end), where the drafter's K/V are complete.
 
-        From the last on: those before a marked one were marked with it, or earlier.
+        The last block comes first: those before a marked one were marked with it, or earlier.
         """
         first, last = -(-start // self.block_size), min(end // self.block_size, len(sequence.blocks))
         for block in reversed(sequence.blocks[first:last]):
@@ -152,7 +152,7 @@ class BlockManager:
         return index * self.block_size
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that references and the free list agree with what the sequences hold."""
+        """Assert that references, the free list and tables agree with the blocks that sequences hold."""
         held, sequences = [0] * self.num_blocks, list(sequences)
         for sequence in sequences:
             for block in sequence.blocks:

@@ -19,11 +19,11 @@ from paceline.platform.staging import Staging
 
 
 class VerdictCopy:
-    """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
+    """A verdict on its way to the host: the copy starts at once, and `read` waits for it."""
 
     def __init__(self, verdict: Verdict, staging: Staging) -> None:
         self._verdict = verdict
-        self._arrived: Any = None  # an event; None: it was here at once
+        self._arrived: Any = None  # an event; None: the verdict was reached on the host
         self._logprobs = verdict.logprobs
         if verdict.is_cuda:
             if verdict.logprobs is not None:  # ahead of the verdict in the stream, so the same event covers them
@@ -40,15 +40,15 @@ class VerdictCopy:
         self._parts: list[Any] = [*numbers, packed[places[3]]]  # tokens, accepted, path, kinds
 
     @property
-    def there(self) -> bool:
-        """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
+    def has_arrived(self) -> bool:
+        """The copy is complete; False on a CPU, where there is none."""
         return self._arrived is not None and bool(self._arrived.query())
 
     def read(self) -> tuple[list[list[int]], list[int]]:
-        """By row: the tokens it commits, and how many of them were drafted."""
+        """Return, by row, the tokens it commits and the number of them that were drafted."""
         if self._arrived is None:
-            here = self._verdict.rows
-            return [row.tokens for row in here], [len(row.path) for row in here]
+            verdict_rows = self._verdict.rows
+            return [row.tokens for row in verdict_rows], [len(row.path) for row in verdict_rows]
         rows, width = self._verdict.tokens.shape
         self._arrived.synchronize()
         tokens, accepted = self._parts[0][: rows * width].tolist(), self._parts[1][:rows].tolist()  # more are packed
@@ -58,32 +58,29 @@ class VerdictCopy:
         return [tokens[begin : begin + count + 1] for begin, count in zip(begins, accepted, strict=True)], accepted
 
     def kinds(self, row: int) -> list[int]:
-        """Of a row's places for tokens, once it was read."""
+        """Return the TokenKind of each place for a token of a row that was read."""
         if self._arrived is None:
             return self._verdict.rows[row].kinds
         width = self._verdict.tokens.shape[1]
-        kinds: list[int] = self._parts[3][row * width : (row + 1) * width].tolist()
-        return kinds
+        return list(self._parts[3][row * width : (row + 1) * width].tolist())
 
     def path(self, row: int, accepted: int) -> list[int]:
-        """The nodes of a row's draft that were accepted, once it was read."""
+        """Return the accepted nodes of a row's draft that was read."""
         if self._arrived is None:
             return self._verdict.rows[row].path
         depth = self._verdict.path.shape[1]
-        path: list[int] = self._parts[2][row * depth : row * depth + accepted].tolist()
-        return path
+        return list(self._parts[2][row * depth : row * depth + accepted].tolist())
 
     def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
-        """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
-        of = self._logprobs
-        assert of is not None
-        row_of = Logprobs(chosen=of.chosen[row], rank=of.rank[row], top_tokens=of.top_tokens[row], top=of.top[row])
-        return logprob_entries(row_of, tokens, most)
+        """Return, for each committed token of a row, its own logprob and those of the `most` most likely tokens."""
+        assert self._logprobs is not None
+        of_row = Logprobs(**{name: part[row] for name, part in vars(self._logprobs).items()})
+        return logprob_entries(of_row, tokens, most)
 
 
 @dataclass
 class InFlightStep:
-    """A step under way. Reading its verdict is the step's one copy from the device."""
+    """A step under way; reading its verdict is the step's one copy from the device."""
 
     batch: Batch
     layout: Layout
@@ -91,29 +88,30 @@ class InFlightStep:
     verdict: Verdict | None  # None: no row sampled
     verdict_copy: VerdictCopy | None
     model_s: float
-    time_is_typical: bool  # it took what its like will take again
+    time_is_typical: bool  # nothing was compiled or captured, so the step's time is typical
     ahead: bool = False  # launched before the step before it was read
     prompts: PromptLogprobs | None = None
     begins: bool = False  # drafters read or continue from the verdict on the device
 
     @functools.cached_property
     def unread(self) -> UnreadVerdict | None:
-        """The verdict on the device. That of a captured verification is as wide as its graph: beyond the draft's depth
-        nothing is committed, and drafters would absorb as many positions more."""
+        """The verdict on the device, as wide as the draft is deep: one of a captured verification has its graph's
+        width, and drafters would read positions that no token is committed to."""
         batch, verdict, depth = self.batch, self.verdict, self.draft.max_depth
         if verdict is None:
             return None
         tokens, path = verdict.tokens[:, : depth + 1], verdict.path[:, :depth]
-        of = UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=range(len(batch.sampling)))
+        rows = range(len(batch.sampling))
+        unread = UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=rows)
         if not self.begins:
-            return of
+            return unread
         columns = batch.sampled_lengths, self.layout.node_rows, batch.sampled_req_indices
         length, node_row, req_index = packed_to(tokens.device, *(torch.from_numpy(column) for column in columns))
-        return replace(of, length=length, node_row=node_row, req_index=req_index)
+        return replace(unread, length=length, node_row=node_row, req_index=req_index)
 
     @property
-    def over(self) -> bool:
-        return self.verdict_copy is not None and self.verdict_copy.there
+    def is_over(self) -> bool:
+        return self.verdict_copy is not None and self.verdict_copy.has_arrived
 
     @property
     def sequences(self) -> list[Sequence]:

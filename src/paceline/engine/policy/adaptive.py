@@ -25,7 +25,7 @@ from paceline.engine.policy.costs import FIRST_DRAFTS, StepTimes
 from paceline.engine.policy.guard import Backoff, Guard
 from paceline.engine.policy.priors import CPU, PassPrior
 from paceline.engine.policy.survival import bucket
-from paceline.engine.policy.tables import PlannedStep, Rows, Tables, slope
+from paceline.engine.policy.tables import BatchRows, PlannedStep, PolicyTables, slope
 
 # Gain over plain decoding below which nothing is drafted: less is within the error of the tables. For lookups it is
 # multiplied by sqrt(sequences): of many estimates the highest are chosen.
@@ -42,7 +42,7 @@ WORST = -2.0  # plain steps; most that one drafted step counts as lost; not beyo
 _draft_plan = cache(DraftPlan)
 
 
-NO_ROWS = Rows([], [], [], {}, {}, {})
+NO_ROWS = BatchRows([], [], [], {}, {}, {})
 
 
 @dataclass
@@ -74,7 +74,7 @@ class AdaptivePolicy:
     def __init__(self, method: str = NONE, k: int | None = None, prior: PassPrior = CPU) -> None:
         self._method, self._k = method, k
         self._on_device = bool(prior.padded_to)  # steps are launched ahead where no row drafts
-        self.tables, self.backoff = Tables(prior), Backoff(self._on_device)
+        self.tables, self.backoff = PolicyTables(prior), Backoff(self._on_device)
         self.guards: defaultdict[str, Guard] = defaultdict(Guard)  # by method
         self.pending, self.min_node_probability = PendingPlan(), 0.0
         self._rows = NO_ROWS  # of the last plan
@@ -122,11 +122,11 @@ class AdaptivePolicy:
                     self._choose(step, offers, open_rows, stopped, plans)
         return plans
 
-    def _rows_of(self, sequences: SequenceOf[Sequence]) -> Rows:
+    def _rows_of(self, sequences: SequenceOf[Sequence]) -> BatchRows:
         if self._rows.sequences == sequences:
             return self._rows
         keys, sampled = [sequence.key for sequence in sequences], [sequence.sampled for sequence in sequences]
-        self._rows = rows = Rows(list(sequences), keys, sampled, {}, {}, {})
+        self._rows = rows = BatchRows(list(sequences), keys, sampled, {}, {}, {})
         for row, sequence in enumerate(sequences):
             method, k = wish(sequence, self._method, self._k)
             if k is not None and method != NONE:

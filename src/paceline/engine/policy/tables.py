@@ -23,7 +23,7 @@ FORESIGHT = 0.3  # share of a draft's expected tokens that counts towards the pa
 PACE_RATE = 0.1  # weight of the newest step in a sequence's tokens per step
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """Properties of the batch's sequences that do not change; cached between steps."""
 
     sequences: list[Sequence]
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 class PlannedStep(NamedTuple):
     """The step that is planned."""
 
-    rows: Rows
+    rows: BatchRows
     remaining: list[int]  # tokens that each row may still commit
     times: StepTimes
     base: int  # decode rows, plus nodes of rows whose k is fixed
@@ -45,7 +45,7 @@ class PlannedStep(NamedTuple):
     weigh: bool  # the tokens of a wait group are weighed against each other
 
 
-class Tables:
+class PolicyTables:
     def __init__(self, prior: PassPrior) -> None:
         self._prior, self._on_device = prior, bool(prior.padded_to)
         self.step_times = [StepTimes(prior), StepTimes(prior)]  # of greedy and of sampled batches
