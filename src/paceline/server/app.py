@@ -159,14 +159,14 @@ def _add_model_routes(app: FastAPI, state: AppState) -> None:
         state.check_tokens("tokens", body.tokens)
         return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    @app.post("/v1/drafters/reload", include_in_schema=False)  # of the server's operator, not of its clients
+    @app.post("/v1/drafters/reload", include_in_schema=False)  # for the server's operator, not for clients
     async def reload(body: ReloadRequest, request: Request) -> Response:
         if not _is_local(request):
             raise Forbidden("a drafter is reloaded from the server's own machine only")
-        began = time.perf_counter()
+        started = time.perf_counter()
         log.info("loading drafter %s beside the engine that serves", body.drafter)
         await state.client.reload(body.drafter)
-        seconds = round(time.perf_counter() - began, 2)
+        seconds = round(time.perf_counter() - started, 2)
         log.info("new requests are drafted for by %s, after %s s", body.drafter, seconds)
         return _json({"drafter": body.drafter, "methods": state.client.info["methods"], "seconds": seconds})
 
@@ -197,7 +197,8 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
             params, streamed = body.to_params(state.call_style), bool(body.stream)
             conversation, variables = body.conversation(), body.template_variables()
             prompt = await state.encode_chat(conversation, variables)
-            keep = None if variables else functools.partial(Capture.chat, messages=conversation)  # the prompt has more
+            # Variables of the template are part of the prompt, but not of the messages that would be captured.
+            keep = None if variables else functools.partial(Capture.chat, messages=conversation)
             generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
             if streamed:
                 return EventStream(chat.chunks(generation, body, state.name), [generation])
@@ -220,7 +221,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
 
 @contextlib.contextmanager
 def _as_asked(body: ChatRequest) -> Iterator[None]:
-    """What is wrong with a grammar is named by the field that asked for it."""
+    """Name the field that asked for a grammar in the errors of that grammar."""
     try:
         yield
     except InvalidParameter as error:
@@ -245,7 +246,7 @@ async def _whole(request: Request, generation: Generation) -> RequestOutput:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of the work, which is given up when the client disconnects."""
+    """Return the result of the work, or drop the work when the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -266,7 +267,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 class EventStream(StreamingResponse):
     """Server-sent events; an error after the first one is an event too, since the status is already sent.
 
-    `named`: each event is named by its type, and none follows the last.
+    `named`: each event has its type as name, and no [DONE] ends the stream.
     """
 
     def __init__(
@@ -323,7 +324,7 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """A path or method that is not there, or a body that is no JSON at all."""
+    """Answer an unknown path or method, or a body that is no JSON."""
     assert isinstance(error, HTTPException)
     body = from_http(error, request.method, request.url.path)
     return _json(body, error.status_code, dict(error.headers or {}))

@@ -1,7 +1,7 @@
-"""Prompts and answers kept in a file, one JSON object a line, that `paceline train --data` reads. Off unless asked for.
+"""A file of prompts and answers, one JSON object a line, that `paceline train --data` reads. Off by default.
 
-A chat is kept as its messages, a completion as its text. What `train` could not read is left out: tool calls, and
-empty answers. The file is readable by its owner alone, and only appended to.
+A chat is written as its messages, a completion as its text. Tool calls and empty answers are left out, since `train`
+cannot read them. The file is readable by its owner alone, and only appended to.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Capture:
             raise InvalidParameter("capture", f"{path} cannot be written: {error.strerror}; name a file") from error
 
     def chat(self, answer: str, messages: Messages) -> None:
-        kept = [{"role": each["role"], "content": each.get("content")} for each in messages]
-        readable = all(each["role"] in ROLES and each["content"] for each in kept)
+        plain = [{"role": each["role"], "content": each.get("content")} for each in messages]
+        readable = all(each["role"] in ROLES and each["content"] for each in plain)
         if readable and answer.strip() and not any("tool_calls" in each for each in messages):
-            self._write({"messages": [*kept, {"role": "assistant", "content": answer}]})
+            self._write({"messages": [*plain, {"role": "assistant", "content": answer}]})
 
     def text(self, prompt: str, answer: str) -> None:
         if answer.strip():
@@ -46,7 +46,7 @@ class Capture:
             self._file = -1
 
     def _write(self, example: dict[str, Any]) -> None:
-        """A line is one write, so that servers may share a file. A disk that is full costs no request its answer."""
+        """Append a line in one write, so that servers may share a file. A full disk costs no request its answer."""
         if self._file < 0:
             return
         try:

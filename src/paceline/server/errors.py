@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: which status an error has, and its body."""
+"""Errors in OpenAI's form: the status and the body of each."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RETRY_AFTER_S = 1
 MAX_NAME = 80  # characters of a field's name in an error
 _FORM = re.compile(
     r"(str|int|float|bool|list|dict|literal|constrained|function-)\b.*|[A-Z]\w*"
-)  # as pydantic names them
-_NO_OBJECT = ("missing", "model_attributes_type")  # also of a body with another content type, which is not read as JSON
+)  # pydantic's names of types
+_NO_OBJECT = ("missing", "model_attributes_type")  # a body of another content type is not read as JSON
 
 
 class Unauthorised(PacelineError):
@@ -65,7 +65,7 @@ def body_of(error: PacelineError) -> dict[str, Any]:
 
 
 def _utf8(text: str) -> str:
-    """A request may hold a lone surrogate, and its error quote it."""
+    """Escape lone surrogates, which a request may hold and its error quote."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -74,28 +74,28 @@ def headers_of(error: PacelineError) -> dict[str, str]:
 
 
 def from_validation(error: RequestValidationError) -> InvalidParameter:
-    """The first field that is wrong, with the path to what is wrong in it. Where a field may have several forms, the
-    form that fits best says why: its problem lies deepest, or is not the type."""
+    """Return the error of the first wrong field, with the path to the wrong value in it. If a field may have several
+    forms, the error is that of the closest form: its problem lies deepest, or is not the type."""
     problems = [(tuple(part for part in each["loc"] if part != "body"), each) for each in error.errors()]
     field = problems[0][0][:1]
-    path, found = max(
-        (one for one in problems if one[0][:1] == field),
-        key=lambda one: (not one[1]["type"].endswith("_type"), len(one[0])),
+    path, problem = max(
+        (each for each in problems if each[0][:1] == field),
+        key=lambda each: (not each[1]["type"].endswith("_type"), len(each[0])),
     )
-    unknown = found["type"] == "extra_forbidden"
+    unknown = problem["type"] == "extra_forbidden"
     last = len(path) - 1 if unknown else len(path)
     named = [str(part) for at, part in enumerate(path) if at in (0, last) or not _FORM.fullmatch(str(part))]
     if unknown:
         return InvalidParameter(_short(".".join(named)), "is not supported here; leave it out")
-    if found["type"] == "json_invalid":
-        return InvalidParameter("body", f"is not valid JSON: {found.get('ctx', {}).get('error', found['msg'])}")
-    if not named and found["type"] in _NO_OBJECT:
+    if problem["type"] == "json_invalid":
+        return InvalidParameter("body", f"is not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
+    if not named and problem["type"] in _NO_OBJECT:
         return InvalidParameter("body", "must be a JSON object, sent with Content-Type: application/json")
-    return InvalidParameter(_short(".".join(named)) or "body", found["msg"].removeprefix("Value error, "))
+    return InvalidParameter(_short(".".join(named)) or "body", problem["msg"].removeprefix("Value error, "))
 
 
 def from_http(error: HTTPException, method: str, path: str) -> dict[str, Any]:
-    """The body of an error that the framework raised itself."""
+    """Return the body of an error that the framework raised itself."""
     kind = next((name for _, status, name in _STATUS if status == error.status_code), "invalid_request_error")
     match error.status_code:
         case 400:
@@ -110,5 +110,5 @@ def from_http(error: HTTPException, method: str, path: str) -> dict[str, Any]:
 
 
 def _short(name: str) -> str:
-    """A client may name a field by as many characters as a body holds."""
+    """Shorten the name of a field: a client may fill a whole body with it."""
     return name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"

@@ -1,4 +1,4 @@
-"""Before and after every route: the key, the size of the body, the request's id, and one log line."""
+"""Checks around every route: the key, the size of the body, the request's id, and one log line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.errors import PacelineError
 from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_of, status_of
 
 log = logging.getLogger("paceline.server")
-OPEN_PATHS = ("/", "/health", "/version")  # that need no key; the playground asks for it
+OPEN_PATHS = ("/", "/health", "/version")  # paths without a key; the playground asks for it
 OPEN_FOLDER = "/static/"
-DRAIN = 8  # times the limit of a body that is read and dropped
+DRAIN = 8  # limits of a body; the part of a larger body that is read and dropped
 MAX_ID = 128  # characters of a request id that a client may choose
 
 
@@ -57,7 +57,7 @@ class RequestGuard:
             refusal = self._refusal(scope["path"], headers) or (too_large if self._announces_more(headers) else None)
             if refusal is not None:
                 raise refusal
-            # HEAD is what GET would answer, of which uvicorn sends the headers alone.
+            # HEAD is answered as GET; uvicorn sends the headers alone.
             inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(inner, limited, noted)
         except (BodyTooLarge, Unauthorised) as error:
@@ -78,7 +78,7 @@ class RequestGuard:
             )
 
     async def _drain(self, receive: Receive) -> None:
-        """Read the rest of a body: a client that is still sending does not see the answer. A far larger one is cut."""
+        """Read the rest of a body, up to DRAIN limits: a client sees the answer only after it has sent its body."""
         received, more = 0, True
         while more and received < DRAIN * self._limit:
             message = await receive()
@@ -92,8 +92,8 @@ class RequestGuard:
     def _refusal(self, path: str, headers: Headers) -> Unauthorised | None:
         if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]  # every key is compared
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]  # every key is compared
         if scheme.lower() == "bearer" and any(matches):
             return None
         return Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")

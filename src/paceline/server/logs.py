@@ -10,15 +10,13 @@ OWN = "paceline"
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line."""
-
     def format(self, record: logging.LogRecord) -> str:
         entry = {"time": self.formatTime(record), "level": record.levelname, "message": record.getMessage()}
         return json.dumps(entry | getattr(record, "fields", {}))
 
 
 def set_up_logs(*, as_json: bool, text: str, levels: dict[str, int]) -> None:
-    """`text`: the format of lines that are no JSON; `levels` by logger."""
+    """Send the loggers' lines to stderr. `text`: the format of lines that are no JSON; `levels`: by logger."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text))
     for name, level in levels.items():

@@ -1,8 +1,8 @@
 """Prometheus metrics, under vLLM's names with the prefix `paceline:`; fed by the events of the engine.
 
-Ratios are left to queries, from counters: accepted over drafted tokens per position or method, and the realised
-speed-up as estimated_plain_seconds over decode_seconds. Of a streamed answer the first token, tokens and passes are
-counted while it runs, the rest at its end, as is all of an answer that is not streamed: nothing of it arrives before.
+Queries make ratios from counters: accepted over drafted tokens per position or method, and the realised speed-up as
+estimated_plain_seconds over decode_seconds. The first token, tokens and passes of a streamed answer are counted while
+it runs; everything else is counted at the end of an answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.outputs import SpeculationStats
 from paceline.server.drift import DriftMonitor
 from paceline.server.process.messages import Gauges, Ready, WorkerEvent
 
-MAX_TAGS = 32  # values of a client's tag that are told apart; later ones count as "other"
+MAX_TAGS = 32  # values of a client's tag that have counters; later ones count as "other"
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30, 60)
 
 
@@ -93,13 +93,13 @@ class Metrics:
                 self.failed.labels(type(event.error).__name__).inc()
             case Gauges():
                 self._gauges(event)
-            case Ready():  # a new process, maybe with another drafter
+            case Ready():  # a new process may have another drafter
                 self.starts.inc()
                 self._drift = DriftMonitor()
                 self.drafter_failed.clear()
 
     def render(self, *, up: bool = True) -> bytes:
-        """`up`: the engine serves; if not, nothing runs, whatever it said last."""
+        """Return the metrics as text. `up`: the engine serves; if not, the gauges of its work are 0."""
         self.up.set(up)
         if not up:
             for gauge in (self.running, self.waiting, self.cache):
@@ -148,7 +148,7 @@ class Metrics:
         return request
 
     def _count(self, request: _RequestCounts) -> None:
-        """What its tokens added since the last time: a counter takes longer than an integer."""
+        """Move a request's sums to the counters, which take longer than integers."""
         self.generation_tokens.labels(request.tag).inc(request.tokens)
         self.passes.labels(request.tag).inc(request.passes)
         request.tokens = request.passes = 0
@@ -190,7 +190,7 @@ class Metrics:
 
 
 class TokenGaps(Collector):
-    """A histogram of the one thread that fills it, without locks: it is filled at every token."""
+    """A histogram without locks, for one thread that fills it at every token."""
 
     def __init__(self, name: str, text: str) -> None:
         self._name, self._text = name, text
@@ -207,9 +207,9 @@ class TokenGaps(Collector):
 
 
 class _RequestCounts:
-    """A request that is being answered."""
+    """Times and sums of a request under way."""
 
     def __init__(self, tag: str) -> None:
         self.tag, self.arrival = tag, time.perf_counter()
-        self.last: dict[int, float] = {}  # by answer: when its last tokens arrived
-        self.tokens = self.passes = 0  # that no counter has yet
+        self.last: dict[int, float] = {}  # time of the last tokens, by answer
+        self.tokens = self.passes = 0  # not yet added to a counter

@@ -1,4 +1,4 @@
-"""Which replica a request belongs to: prompts that begin alike go to the same one, where their blocks are cached."""
+"""The replica of a request: prompts with equal beginnings go to one replica, whose cache holds their blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-PREFIX = 512  # characters of a prompt that decide
+PREFIX = 512  # characters of a prompt that choose the replica
 
 
 def prefix_of(body: bytes) -> str:
-    """The beginning of a request's prompt; "" where it has none."""
+    """Return the beginning of a request's prompt; "" if it has none."""
     try:
         fields = json.loads(body)
         prompt = next(fields[name] for name in ("prompt", "messages", "input") if fields.get(name))
@@ -24,7 +24,7 @@ def prefix_of(body: bytes) -> str:
 
 
 def in_order(key: str, replicas: Sequence[T], name_of: Callable[[T], str]) -> list[T]:
-    """The replicas in this key's order (rendezvous hashing): one that comes or goes moves no key but its own."""
+    """Return the replicas in this key's order (rendezvous hashing): one that comes or goes moves only its own keys."""
 
     def weight(replica: T) -> bytes:
         return hashlib.blake2b(f"{key}\0{name_of(replica)}".encode(errors="replace")).digest()

@@ -1,4 +1,4 @@
-"""The same API from several replicas, by Ray Serve: `paceline serve --replicas N`, or on a cluster
+"""The HTTP API on several replicas, by Ray Serve: `paceline serve --replicas N`, or on a cluster
 
     serve run paceline.server.ray:app model=smollm2 replicas=2 max_replicas=8
 
@@ -35,9 +35,9 @@ from paceline.server.prefix import in_order, prefix_of
 from paceline.server.process.messages import EngineSettings
 from paceline.server.state import AppState, ServerSettings
 
-NAME = "paceline"  # of the application in Ray
-HOP = {b"connection", b"transfer-encoding", b"content-length"}  # headers of one hop, which the front writes itself
-OF_ONE_ENGINE = {  # routes that one replica would answer for itself alone
+NAME = "paceline"  # the application's name in Ray
+HOP = {b"connection", b"transfer-encoding", b"content-length"}  # headers of one hop; the front writes its own
+SINGLE_ENGINE = {  # routes that one replica would answer for itself alone
     "/v1/drafters/reload": "deploy the application again with another drafter: Ray replaces replicas one by one",
     "/metrics": "replicas count for themselves; scrape Ray's own metrics, or serve without --replicas",
 }
@@ -69,7 +69,7 @@ class Replica:
         await self._lifespan.__aenter__()
 
     async def call(self, prefix: str, scope: dict[str, Any], body: bytes) -> AsyncIterator[Head | bytes]:
-        """`prefix` is read by the router."""
+        """Answer one request: a Head, then the bytes of the body. The router reads `prefix`."""
         sent: asyncio.Queue[Head | bytes | None] = asyncio.Queue()
         received = False
 
@@ -101,7 +101,7 @@ class Replica:
             running.cancel()
 
     async def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that raises."""
+        """Raise if the engine is lost; Ray replaces a replica that raises."""
         if self._state.client.lost:
             raise EngineDied(self._state.client.down)
 
@@ -120,8 +120,8 @@ class Front:
         }
         scope |= {"scheme": "http", "root_path": "", "client": request.scope.get("client"), "server": None}
         try:
-            if request.url.path in OF_ONE_ENGINE:
-                raise InvalidParameter(request.url.path, OF_ONE_ENGINE[request.url.path])
+            if request.url.path in SINGLE_ENGINE:
+                raise InvalidParameter(request.url.path, SINGLE_ENGINE[request.url.path])
             body = await self._body(request)
             answer = self._replicas.options(stream=True).call.remote(prefix_of(body), scope, body)
             try:
@@ -146,7 +146,7 @@ class Front:
 
 
 async def _rest(answer: Any) -> AsyncIterator[bytes]:
-    """The body; a replica that dies in the middle of a stream is its last event."""
+    """Yield the body; the death of the replica becomes its last event."""
     try:
         async for part in answer:
             yield part
@@ -164,26 +164,26 @@ def _gone() -> EngineDied:
 
 
 def application(settings: ServerSettings, replicas: int, max_replicas: int | None = None) -> Any:
-    """What `serve.run` takes."""
-    most = max_replicas or replicas
-    if most < replicas:
-        raise InvalidParameter("max_replicas", f"{most} is less than replicas {replicas}")
-    seats, waiting = settings.engine.engine.max_num_seqs, settings.engine.engine.max_waiting
+    """Return the application for `serve.run`."""
+    limit = max_replicas or replicas
+    if limit < replicas:
+        raise InvalidParameter("max_replicas", f"{limit} is less than replicas {replicas}")
+    max_num_seqs, max_waiting = settings.engine.engine.max_num_seqs, settings.engine.engine.max_waiting
     scaling: dict[str, Any] = {"num_replicas": replicas}
-    if most > replicas:
+    if limit > replicas:
         scaling = {
             "num_replicas": None,
             "autoscaling_config": {
                 "min_replicas": replicas,
-                "max_replicas": most,
-                "target_ongoing_requests": max(1, seats * 3 // 4),
+                "max_replicas": limit,
+                "target_ongoing_requests": max(1, max_num_seqs * 3 // 4),
             },
         }
     on_gpu = settings.engine.load.get("device") != "cpu" and "GPU" in ray.cluster_resources()
     replica = serve.deployment(
         name="Replica",
-        max_ongoing_requests=seats,  # one more goes to the next replica
-        max_queued_requests=waiting,
+        max_ongoing_requests=max_num_seqs,  # one more goes to the next replica
+        max_queued_requests=max_waiting,
         graceful_shutdown_timeout_s=settings.grace_s + 10,
         health_check_period_s=2,
         ray_actor_options={"num_cpus": 0, "num_gpus": 1 if on_gpu else 0},
@@ -197,27 +197,27 @@ def application(settings: ServerSettings, replicas: int, max_replicas: int | Non
 
 
 def app(arguments: dict[str, Any]) -> Any:
-    """Built by `serve run paceline.server.ray:app NAME=VALUE ...` and by Ray's configuration files."""
+    """Return the application for `serve run paceline.server.ray:app NAME=VALUE ...` and Ray's configuration files."""
     known = {"model", "method", "drafter", "dtype", "device", "threads", "max_num_seqs", "served_name"}
     known |= {"replicas", "max_replicas"}
     if unknown := sorted(set(arguments) - known):
         raise InvalidParameter(unknown[0], f"is not one of {', '.join(sorted(known))}")
-    given = {name: value for name, value in arguments.items() if value is not None}
-    load: dict[str, Any] = {name: given[name] for name in ("dtype", "device") if name in given}
-    if "threads" in given:
-        load["threads"] = int(given["threads"])
-    engine = EngineConfig(max_num_seqs=int(given.get("max_num_seqs", EngineConfig().max_num_seqs)))
-    speculation = SpeculationConfig(method=str(given.get("method", AUTO)), drafter=given.get("drafter", ()))
+    options = {name: value for name, value in arguments.items() if value is not None}
+    load: dict[str, Any] = {name: options[name] for name in ("dtype", "device") if name in options}
+    if "threads" in options:
+        load["threads"] = int(options["threads"])
+    engine = EngineConfig(max_num_seqs=int(options.get("max_num_seqs", EngineConfig().max_num_seqs)))
+    speculation = SpeculationConfig(method=str(options.get("method", AUTO)), drafter=options.get("drafter", ()))
     settings = ServerSettings(
-        EngineSettings(str(given.get("model", "smollm2")), load, engine, speculation),
-        served_name=given.get("served_name"),
+        EngineSettings(str(options.get("model", "smollm2")), load, engine, speculation),
+        served_name=options.get("served_name"),
     )
-    most = given.get("max_replicas")
-    return application(settings, int(given.get("replicas", 1)), None if most is None else int(most))
+    limit = options.get("max_replicas")
+    return application(settings, int(options.get("replicas", 1)), None if limit is None else int(limit))
 
 
 def start(settings: ServerSettings, listener: socket.socket, replicas: int, max_replicas: int | None = None) -> str:
-    """Serve on this machine, in a Ray of its own, whose cores the replicas share; returns the address."""
+    """Serve on this machine, in a Ray of its own, whose cores the replicas share; return the address."""
     host, port = listener.getsockname()[:2]
     listener.close()  # it made sure that the port is free; Ray binds it anew
     if not ray.is_initialized():

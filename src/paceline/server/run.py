@@ -1,4 +1,4 @@
-"""Runs the application in uvicorn: loads the model first, says where it listens, and stops within the grace period."""
+"""The application in uvicorn: it loads the model, logs its address, and stops within the grace period."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.server.logs import OWN, set_up_logs
 from paceline.server.state import AppState, ServerSettings
 
 log = logging.getLogger("paceline.server")
-LAST_S = 5  # after the grace period, for the last answers to be sent
+LAST_S = 5  # seconds after the grace period in which the last answers are sent
 
 
 class GracefulServer(uvicorn.Server):
-    """Requests that are open when the grace period ends are told so: uvicorn would cut their connections."""
+    """A server that answers the requests still open after the grace period: uvicorn would cut their connections."""
 
     def __init__(self, config: uvicorn.Config, state: AppState) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What routes share: the settings, the engine, the tokenizer; and how a prompt becomes a generation."""
+"""The state that routes share: settings, engine, tokenizer; and the start of a generation from a prompt."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from paceline.text.request_text import EncodedPrompt, check_token_ids, encode_pr
 from paceline.text.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str], None]  # writes one answer
-LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+|null")  # as browsers spell it
-LONG_CHAT = 1_000  # messages from which a conversation is rendered in one
+LONG_TEXT = 20_000  # characters of a prompt that is encoded in a thread, so that others do not wait
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+|null")  # a browser's spelling
+LONG_CHAT = 1_000  # messages of a conversation that is rendered in a thread
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
     request_limit_s: float = 600.0
-    grace_s: float = 10.0  # running requests may finish within it when the server stops
+    grace_s: float = 10.0  # seconds in which running requests may finish when the server stops
     cors_origins: tuple[str, ...] = ()
-    capture: Path | None = None  # file that prompts and answers are kept in
+    capture: Path | None = None  # file to which prompts and answers are written
 
     def __post_init__(self) -> None:
         if self.served_name is not None and not self.served_name.strip():
@@ -55,7 +55,7 @@ class ServerSettings:
 
 @dataclass
 class AppState:
-    """What routes share; set up when the application starts."""
+    """The state that routes share; set up when the application starts."""
 
     settings: ServerSettings
     client: EngineClient
@@ -64,7 +64,7 @@ class AppState:
     stopping: bool = False
     capture: Capture | None = None
     _tokenizer: Tokenizer | None = None
-    _long: asyncio.Lock = field(default_factory=asyncio.Lock)  # of long texts, which take much memory: one at a time
+    _long: asyncio.Lock = field(default_factory=asyncio.Lock)  # one long text at a time: they take much memory
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class AppState:
 
     @property
     def call_style(self) -> Style:
-        """How the model writes tool calls."""
+        """Return the form in which the model writes tool calls."""
         known = self.tokenizer.has_chat_template
         return style_of(self.tokenizer.chat_template(with_tools=True).source if known else "")
 
@@ -104,7 +104,7 @@ class AppState:
     async def encode_chat(
         self, conversation: list[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> EncodedPrompt:
-        """`variables` of the template may be as long as a conversation."""
+        """Render and encode a conversation. `variables` of the template may be as long as a conversation."""
         if len(conversation) < LONG_CHAT and not variables:
             text = self.tokenizer.render_chat(conversation)
         else:
@@ -121,7 +121,7 @@ class AppState:
         prefix: str,
         keep: Keep | None = None,
     ) -> Generation:
-        """`keep` is called for each answer where answers are captured."""
+        """Start a generation. `keep` is called for each answer, if answers are captured."""
         if self.stopping:
             raise EngineClosed("the server is shutting down; try another one")
         request_id = new_request_id(prefix)
@@ -139,7 +139,7 @@ class AppState:
                 on_end=lambda generation: self._keep(generation, keep),
             )
         except BaseException:
-            self.metrics.cancelled(request_id)  # where it did not reach the engine
+            self.metrics.cancelled(request_id)  # it may not have reached the engine
             raise
 
     def _keep(self, generation: Generation, keep: Keep | None) -> None:

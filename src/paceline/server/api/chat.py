@@ -1,4 +1,4 @@
-"""/v1/chat/completions: objects and chunks as OpenAI documents them."""
+"""/v1/chat/completions: objects and chunks in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _choice(generation: Generation, answer: CompletionOutput, request: ChatReque
     if request.offered_tools:
         parser = ToolParser()
         text = parser.push(text)[0] + parser.finish()[0]
-        calls = parser.calls[: request.most_calls]
+        calls = parser.calls[: request.max_calls]
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if calls:
         message |= {"content": text or None, "tool_calls": [call.as_dict() for call in calls]}
@@ -69,14 +69,14 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
 
 
 def _parsed(chunk: StreamChunk, parser: ToolParser, request: ChatRequest) -> dict[str, Any]:
-    """A delta with the text that is no call, and the calls that are complete."""
+    """Return a delta with text that is no call, and with calls that are complete."""
     begun = len(parser.calls)
     text, calls = parser.push(chunk.text)
     if chunk.finish_reason is not None:
         rest, more = parser.finish()
         text, calls = text + rest, [*calls, *more]
-    if request.most_calls is not None:
-        calls = calls[: max(request.most_calls - begun, 0)]
+    if request.max_calls is not None:
+        calls = calls[: max(request.max_calls - begun, 0)]
     delta: dict[str, Any] = {"content": text} if text else {}
     if calls:
         delta["tool_calls"] = [call.as_dict(begun + at) for at, call in enumerate(calls)]
@@ -84,7 +84,7 @@ def _parsed(chunk: StreamChunk, parser: ToolParser, request: ChatRequest) -> dic
 
 
 def _reason(reason: str | None, called: bool, request: ChatRequest) -> str | None:
-    """As OpenAI has it, also where the request names the function: such an answer has just stopped."""
+    """Return OpenAI's finish reason; an answer to a request that names its function has stopped."""
     return "tool_calls" if called and reason == "stop" and not request.names_function else reason
 
 

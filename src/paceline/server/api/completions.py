@@ -1,4 +1,4 @@
-"""/v1/completions: objects and chunks as OpenAI documents them; several prompts share one answer."""
+"""/v1/completions: objects and chunks in OpenAI's form; several prompts share one answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.server.api.protocol import CompletionRequest
 def completion(
     generations: list[Generation], outputs: list[RequestOutput], request: CompletionRequest, model: str
 ) -> dict[str, Any]:
-    """Choices of the first prompt come first, n of each."""
+    """Return the choices of all prompts, n of each, in the order of the prompts."""
     choices = []
     for at, (generation, output) in enumerate(zip(generations, outputs, strict=True)):
         for answer in output.outputs:
@@ -53,7 +53,7 @@ async def chunks(
 
 
 async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, StreamChunk]]:
-    """StreamChunks of several prompts, as they arrive."""
+    """Yield chunks of several prompts as they arrive, each with the number of its prompt."""
     if len(generations) == 1:
         while (chunk := await generations[0].chunk()) is not None:
             yield 0, chunk
@@ -72,13 +72,13 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Str
     try:
         left = len(readers)
         while left:
-            at, found = await arrived.get()
-            if isinstance(found, BaseException):
-                raise found
-            if found is None:
+            at, item = await arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
                 left -= 1
             else:
-                yield at, found
+                yield at, item
     finally:
         for reader in readers:
             reader.cancel()
@@ -112,7 +112,7 @@ def _echoed(generation: Generation, request: CompletionRequest) -> str:
 def _logprobs(
     generation: Generation, tokens: list[int], entries: list[dict[int, Logprob]] | None, *, echoed: bool = False
 ) -> dict[str, Any] | None:
-    """`echoed`: the prompt's tokens come first, and its first one has no log-probability."""
+    """Return the log-probabilities of an answer. `echoed`: the prompt's come first, and its first token has none."""
     if entries is None:
         return None
     output, texts, first = generation.output, [], []

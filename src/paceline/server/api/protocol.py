@@ -20,15 +20,15 @@ from paceline.server.api.tool_calls import Style, forced_calls
 T = TypeVar("T")
 Items = Annotated[
     list[T], Field(fail_fast=True)
-]  # its first wrong item is enough: a long list of them would take minutes to name
+]  # only the first wrong item is named: naming all of a long list takes minutes
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Bounds of one request, so that none keeps others waiting: the engine looks at some of these for every token.
-MAX_FIELDS = 100  # of a body
+# Bounds of one request, so that none holds others up: the engine reads some of these for every token.
+MAX_FIELDS = 100  # fields of a body
 MAX_BATCH = 256  # prompts of one completions request
-MAX_ANSWERS = 128  # to one prompt, as OpenAI has it
+MAX_ANSWERS = 128  # answers to one prompt; OpenAI's limit
 MAX_STOPS, MAX_STOP = 64, 256  # stop strings, and characters of each
 MAX_BAD_WORDS = 256
-MAX_GRAMMAR, MAX_NESTING = 1 << 16, 64  # characters of a schema, regex or grammar; a schema's parts in each other
+MAX_GRAMMAR, MAX_NESTING = 1 << 16, 64  # characters of a schema, regex or grammar; levels of a schema
 
 
 class Body(BaseModel):
@@ -36,12 +36,12 @@ class Body(BaseModel):
 
 
 class Whole(Body):
-    """The body of a request, as opposed to a part of one."""
+    """The whole body of a request."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_surrogates(cls, value: Any) -> Any:
-        """JSON can spell half of a surrogate pair, which no tokenizer takes and no answer can quote."""
+        """Refuse half of a surrogate pair, which JSON can spell, but no tokenizer takes and no answer can quote."""
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"has more than {MAX_FIELDS} fields")
         left = [value]
@@ -58,7 +58,7 @@ class Whole(Body):
 
 
 class Ignored(Whole):
-    """No token depends on these."""
+    """Fields on which no token depends."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ class Ignored(Whole):
 
 
 class Speculation(Body):
-    """Of this request alone: a method and how many tokens ahead, or method none."""
+    """Drafting of this request alone: a method and a number of tokens, or method none."""
 
     method: str | None = None
     k: int | Literal["auto"] | None = None
@@ -77,11 +77,11 @@ class Speculation(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # taken from OpenAI's clients; the answer has none
+    include_obfuscation: bool = False  # sent by OpenAI's clients; the answer has none
 
 
 class Sampling(Ignored):
-    """Sampling parameters that all routes share, under OpenAI's names and else vLLM's."""
+    """Sampling parameters of all routes, under OpenAI's names or else vLLM's."""
 
     model: str | None = None
     temperature: float | None = None
@@ -100,19 +100,19 @@ class Sampling(Ignored):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: str | Speculation | None = None
-    tag: Annotated[str, Field(max_length=64)] | None = None  # tells workloads apart in the metrics
+    tag: Annotated[str, Field(max_length=64)] | None = None  # label of a workload in the metrics
     return_token_ids: bool = False
     stream: bool | None = None
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
-        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        fields = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         if isinstance(self.speculation, Speculation):
-            given["speculation"] = self.speculation.model_dump(exclude_none=True)
+            fields["speculation"] = self.speculation.model_dump(exclude_none=True)
         elif self.speculation is not None:
-            given["speculation"] = "none" if self.speculation == "off" else self.speculation
-        given |= {name: value for name, value in more.items() if value is not None}
-        _check_size(given.get("structured_outputs"))
-        return SamplingParams(**given)
+            fields["speculation"] = "none" if self.speculation == "off" else self.speculation
+        fields |= {name: value for name, value in others.items() if value is not None}
+        _check_size(fields.get("structured_outputs"))
+        return SamplingParams(**fields)
 
 
 _SAMPLING = (
@@ -126,7 +126,7 @@ Stop = Annotated[str, Field(max_length=MAX_STOP)]
 
 
 class Choices(Sampling):
-    """What chat and completions have in common."""
+    """Fields of both chat and completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -134,13 +134,13 @@ class Choices(Sampling):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
+    def sampling_params(self, **others: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options", "are of streams only; set stream, or leave it out")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidParameter("prompt_logprobs", "are not streamed; leave out stream or this")
-        given = {"n": self.n, "stop": self.stop, "logit_bias": _logit_bias(self.logit_bias)}
-        return super().sampling_params(**{**given, "prompt_logprobs": self.prompt_logprobs, **more})
+        fields = {"n": self.n, "stop": self.stop, "logit_bias": _logit_bias(self.logit_bias)}
+        return super().sampling_params(**{**fields, "prompt_logprobs": self.prompt_logprobs, **others})
 
     @property
     def includes_usage(self) -> bool:
@@ -166,7 +166,7 @@ class CompletionRequest(Choices):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidParameter("best_of", "ranking answers is not supported; leave it out, or set it to n")
         more: dict[str, Any] = {}
-        if self.echo and self.logprobs is not None:  # of the prompt's tokens too
+        if self.echo and self.logprobs is not None:  # the prompt's tokens have them too
             if self.stream:
                 raise InvalidParameter(
                     "echo", "log-probabilities of the prompt are not streamed; leave one of them out"
@@ -176,7 +176,7 @@ class CompletionRequest(Choices):
         return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs, **formed, **more)
 
 
-# A template of the client's own would run here; the others have fields of their own.
+# A client's own template would run on the server; the other variables have fields of their own.
 _NO_VARIABLES = ("chat_template", "messages", "tools", "self")
 
 
@@ -230,7 +230,7 @@ class ChatRequest(Choices):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_params(self, style: Style = "hermes") -> SamplingParams:
-        """`style`: how the model writes calls, where one is forced."""
+        """Return the sampling parameters. `style`: the form in which the model writes a forced call."""
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameter("max_completion_tokens", "contradicts max_tokens; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
@@ -246,7 +246,7 @@ class ChatRequest(Choices):
             for name in ("structured_outputs", "response_format"):
                 if getattr(self, name) not in (None, {"type": "text"}):
                     raise InvalidParameter(name, "contradicts tool_choice: the answer is a call; give one of them")
-            return {"structural_tag": forced_calls(self._functions(), style, single=self.most_calls == 1)}
+            return {"structural_tag": forced_calls(self._functions(), style, single=self.max_calls == 1)}
         if self.response_format is None or self.response_format.get("type") == "text":
             return self.structured_outputs
         if self.structured_outputs is not None:
@@ -256,15 +256,15 @@ class ChatRequest(Choices):
             return {"json_object": True}
         if kind != "json_schema":
             raise InvalidParameter("response_format", f"type {kind!r} is not text, json_object or json_schema")
-        given = self.response_format.get("json_schema")
-        schema = given.get("schema") if isinstance(given, dict) else None
+        wrapped = self.response_format.get("json_schema")
+        schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
         if not isinstance(schema, dict):
             raise InvalidParameter("response_format", "json_schema needs a schema, which is an object")
         return {"json": schema}
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools that the model may call; they are handed to the chat template."""
+        """Return the tools that the model may call; the chat template shows them."""
         for at, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
@@ -281,12 +281,12 @@ class ChatRequest(Choices):
         return isinstance(self.tool_choice, NamedTool)
 
     @property
-    def most_calls(self) -> int | None:
-        """Tool calls of one answer; None: any number."""
+    def max_calls(self) -> int | None:
+        """Return the maximum of tool calls in one answer; None: any number."""
         return 1 if self.parallel_tool_calls is False or self.names_function else None
 
     def _functions(self) -> dict[str, dict[str, Any]]:
-        """Of a forced call: by name, the schema of a function's parameters."""
+        """Return the functions that a forced call may name, each with the schema of its parameters."""
         functions: dict[str, dict[str, Any]] = {}
         for at, tool in enumerate(self.offered_tools):
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
@@ -317,7 +317,7 @@ class ChatRequest(Choices):
         return variables
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages as templates expect them: content is text, a call's arguments are an object."""
+        """Return the messages as templates take them: content is text, a call's arguments are an object."""
         return [plain_message(message) for message in self.messages]
 
 
@@ -334,7 +334,7 @@ class DetokenizeRequest(Whole):
 
 
 class ReloadRequest(Body):
-    drafter: Annotated[str, Field(min_length=1)]  # a folder, or whatever --drafter takes
+    drafter: Annotated[str, Field(min_length=1)]  # a folder, or another value of --drafter
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def plain_message(message: Message) -> dict[str, Any]:
         for part in message.content:
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
                 raise InvalidParameter("messages", f"content of type {part.type!r} is not supported; text is")
-        plain["content"] = "\n".join(part.text or "" for part in message.content)  # as LLM.chat and vLLM do
+        plain["content"] = "\n".join(part.text or "" for part in message.content)  # as in LLM.chat and vLLM
     plain.setdefault("content", "")
     for call in plain.get("tool_calls", ()):
         try:
@@ -354,7 +354,7 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def _check_size(wanted: Any) -> None:
-    """Of what is to be compiled: that takes longer than in proportion."""
+    """Refuse schemas too long or too nested: compile time grows faster than size."""
     text, level, deep = str(wanted) if wanted else "", [wanted], 0
     if len(text) > MAX_GRAMMAR:
         raise InvalidParameter("structured_outputs", f"has more than {MAX_GRAMMAR} characters")

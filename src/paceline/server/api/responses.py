@@ -80,7 +80,7 @@ async def events(generation: Generation, request: ResponseRequest, model: str) -
 def _response(
     generation: Generation, request: ResponseRequest, model: str, text: str | None, reason: str | None
 ) -> dict[str, Any]:
-    """`text` None: it has just begun."""
+    """Return the response object. `text` None: the answer has just begun."""
     status = "in_progress" if reason is None else _status(reason)
     params = generation.params
     return {

@@ -2,7 +2,7 @@
 
 hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text around them (Hermes, Qwen,
 SmolLM2, many others). llama: the whole answer is `{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or alone.
-What turns out not to be a call is text, unchanged. The arguments' JSON is exactly the model's, not written anew.
+Text that only began like a call stays text, unchanged. The arguments' JSON is exactly the model's.
 A forced call is a grammar: the tags of the style around each function's name and the schema of its parameters.
 """
 
@@ -20,7 +20,7 @@ from paceline.text.structured_outputs import WHITESPACE
 Style = Literal["hermes", "llama"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # that begins or ends a string of JSON
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # the beginning or the end of a string of JSON
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class ParsedCall:
 
 
 class ToolParser:
-    """One answer's text, piece by piece. Text that may be the beginning of a call is held back."""
+    """Tool calls in the text of one answer, which comes in pieces. A possible beginning of a call is held back."""
 
     def __init__(self) -> None:
         self._held = ""
-        self._searched = 0  # of what is held back: no closing tag before it
-        self._shown = False  # some text was handed out: a bare JSON object is no call any more
+        self._searched = 0  # no closing tag begins before this place of `_held`
+        self._shown = False  # text was returned: a bare JSON object is no call any more
         self._after_call = False  # white space before another call, or at the end, belongs to no text
         self.calls: list[ParsedCall] = []
 
     def push(self, piece: str) -> tuple[str, list[ParsedCall]]:
-        """Text that is certainly no call, and calls that are complete."""
+        """Add text; return the text that is certainly no call, and the calls that are complete."""
         self._held += piece
         text, calls = "", []
         while True:
@@ -68,7 +68,7 @@ class ToolParser:
         return text, calls
 
     def finish(self) -> tuple[str, list[ParsedCall]]:
-        """The answer is over: what is held back is a bare call, or text."""
+        """End the answer: text that was held back is a bare call, or text."""
         body, self._held = self._held, ""
         call = None if self._shown or self.calls else read_call(body.strip().removeprefix(PYTHON_TAG))
         if call is None and body.startswith(OPEN):
@@ -79,7 +79,7 @@ class ToolParser:
         return "", [call]
 
     def _close(self, start: int) -> int:
-        """Where the closing tag is, or -1; one within a string of the call's JSON is part of that."""
+        """Return the place of the closing tag, or -1. A tag within a string of the call's JSON does not close it."""
         end = self._held.find(CLOSE, max(start, self._searched))
         while end >= 0 and len(_QUOTE.findall(self._held, start, end)) % 2:
             self._searched = end + 1
@@ -97,7 +97,7 @@ class ToolParser:
         return text
 
     def _certain(self) -> int:
-        """Characters of what is held back that can be shown."""
+        """Return the number of held characters that can be shown."""
         if not self._shown and not self.calls:
             body = self._held.lstrip()
             if not body or body.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(body):
@@ -111,13 +111,13 @@ class ToolParser:
 
 
 def style_of(template: str) -> Style:
-    """The style that a chat template shows to the model; hermes where it shows none."""
+    """Return the style that a chat template shows to the model, or hermes if it shows none."""
     return "llama" if OPEN not in template and '"parameters"' in template else "hermes"
 
 
 def forced_calls(functions: Mapping[str, Mapping[str, Any]], style: Style, *, single: bool) -> dict[str, Any]:
-    """The structural tag of an answer that calls functions and has no text. `functions`: by name, the schema of its
-    parameters; `single`: exactly one call, as always in llama's style."""
+    """Return the structural tag of an answer that calls functions and has no text. `functions`: schemas of parameters
+    by name; `single`: exactly one call, which llama's style always has."""
     opening, key, closing = ("", "parameters", "}") if style == "llama" else (f"{OPEN}\n", "arguments", f"}}\n{CLOSE}")
     tags = [
         {
@@ -133,7 +133,7 @@ def forced_calls(functions: Mapping[str, Mapping[str, Any]], style: Style, *, si
 
 
 def read_call(text: str) -> ParsedCall | None:
-    """A call, if the text is one JSON object with a name and arguments."""
+    """Return the call, if the text is one JSON object with a name and arguments."""
     text = text.strip()
     try:
         value = json.loads(text)
@@ -149,14 +149,14 @@ def read_call(text: str) -> ParsedCall | None:
 
 
 def _source(text: str, key: str, value: Any) -> str:
-    """The JSON of a member of an object, as it is written there."""
+    """Return the JSON of a member of an object as the text spells it."""
     decoder, at = json.JSONDecoder(), text.index("{") + 1
     while True:
         at += len(text[at:]) - len(text[at:].lstrip(", \t\r\n"))
         name, at = decoder.raw_decode(text, at)
         at = text.index(":", at) + 1
         at += len(text[at:]) - len(text[at:].lstrip())
-        found, end = decoder.raw_decode(text, at)
-        if name == key and found == value:
+        member, end = decoder.raw_decode(text, at)
+        if name == key and member == value:
             return text[at:end]
         at = end

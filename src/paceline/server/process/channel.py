@@ -1,7 +1,7 @@
 """The socket between the HTTP process and the engine's process: messages, each behind its length.
 
 `Channel` is the engine's end: one thread receives and may wait, the engine's own sends and does not. `Inbox` is the
-other end, called by the event loop as bytes arrive. Either end finds the other gone at once.
+other end, called by the event loop as bytes arrive. Each end notices at once that the other is closed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Channel:
         self._socket, self._unsent = own, b""
 
     def receive(self) -> bytes | None:
-        """The next message; None: the other end is closed."""
+        """Wait for the next message; None: the other end is closed."""
         head = self._exactly(HEAD)
         return None if head is None else self._exactly(int.from_bytes(head, "little"))
 
     def send(self, message: bytes, *, wait: bool) -> None:
-        """What the socket does not take at once is sent with the next message, unless the caller can wait."""
+        """Send a message. Without `wait`, bytes that the socket does not take are sent with the next message."""
         data = self._unsent + framed(message)
         try:
             if wait:
@@ -35,7 +35,7 @@ class Channel:
             sent = len(data) if wait else self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             sent = 0
-        except OSError:  # the other end is closed, which `receive` says
+        except OSError:  # the other end is closed, which `receive` reports
             sent = len(data)
         self._unsent = data[sent:]
 
@@ -54,11 +54,11 @@ class Channel:
 
 class Inbox(asyncio.Protocol):
     def __init__(self, take: Callable[[bytes], None]) -> None:
-        self._take, self._begun = take, b""
+        self._take, self._partial = take, b""
 
     def data_received(self, data: bytes) -> None:
-        if self._begun:
-            data = self._begun + data
+        if self._partial:
+            data = self._partial + data
         begin = 0
         while (body := begin + HEAD) <= len(data):
             end = body + int.from_bytes(data[begin:body], "little")
@@ -66,4 +66,4 @@ class Inbox(asyncio.Protocol):
                 break
             self._take(data[body:end])
             begin = end
-        self._begun = data[begin:]
+        self._partial = data[begin:]

@@ -1,8 +1,8 @@
-"""The HTTP process's side of the engine: sends requests to its process and hands events to the waiting tasks.
+"""The HTTP process's side of the engine: requests go to the engine's process, events to the waiting tasks.
 
-A reader that is slow keeps its own events waiting in its own inbox and slows no other. When the engine's process ends,
-every open request fails at once, and the process is started again a bounded number of times. A reload starts a second
-process; once that is ready new requests go to it, and the first one ends after its last request.
+Events of a slow reader wait in its own inbox and slow no other. When the engine's process ends, every open request
+fails at once, and the process is started again a bounded number of times. A reload starts a second process; once that
+is ready new requests go to it, and the first one ends after its last request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RequestInbox:
     def __init__(self, request_id: str, process: EngineProcess) -> None:
         self.request_id, self.process = request_id, process
         self._events: deque[Event] = deque()
-        self._waiting: asyncio.Future[None] | None = None  # of the one reader
+        self._waiting: asyncio.Future[None] | None = None  # the one reader waits for it
 
     def put(self, event: Event) -> None:
         self._events.append(event)
@@ -56,22 +56,22 @@ class EngineClient:
         observers: Sequence[Callable[[WorkerEvent], None]] = (),
         on_cancel: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """`observers` see every event, for metrics; they must not wait."""
+        """`observers` get every event, for metrics; they must not wait."""
         self.settings = settings
-        self.info: dict[str, Any] = {}  # of the last `Ready`
+        self.info: dict[str, Any] = {}  # from the last `Ready`
         self.down: str | None = "the model is being loaded"  # None: requests are served
-        self.lost = False  # it ended too often, and is not started again
+        self.lost = False  # the process ended too often, and is not started again
         self.starts = 0
         self._observers, self._on_cancel = observers, on_cancel
         self._inboxes: dict[str, RequestInbox] = {}
-        self._process: EngineProcess | None = None  # that takes new requests
-        self._processes: set[EngineProcess] = set()  # with those that finish their last requests
-        self._failures: deque[float] = deque()  # when processes ended by themselves
+        self._process: EngineProcess | None = None  # takes new requests
+        self._processes: set[EngineProcess] = set()  # those that finish their last requests included
+        self._failures: deque[float] = deque()  # times at which processes ended by themselves
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = self._closing = False
 
     async def start(self) -> None:
-        """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
+        """Start the engine and wait until the model is loaded; raise PacelineError if it cannot be."""
         await self._launch(self.settings)
 
     def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> RequestInbox:
@@ -82,7 +82,7 @@ class EngineClient:
         return inbox
 
     def cancel(self, request_id: str) -> None:
-        """Free a request that is no longer wanted; harmless after its end."""
+        """End a request; harmless after its end."""
         inbox = self._inboxes.pop(request_id, None)
         if inbox is None:
             return
@@ -90,7 +90,7 @@ class EngineClient:
         self._send(inbox.process, Cancel([request_id]))
 
     def relearn(self, method: str) -> None:
-        """The policy forgets how often drafts of the method were accepted, and measures again."""
+        """Have the policy forget how often drafts of the method were accepted."""
         if self._process is not None:
             self._send(self._process, Relearn(method))
 
@@ -99,7 +99,7 @@ class EngineClient:
         return len(self._inboxes)
 
     async def reload(self, drafter: str) -> None:
-        """Serve with the drafter in this folder; raises PacelineError, and goes on as before, where it cannot be."""
+        """Serve with the drafter in this folder; raise PacelineError, and serve as before, if that cannot be."""
         if self._reloading:
             raise PacelineError("a drafter is being loaded already; wait for it")
         self._reloading = True
@@ -121,7 +121,7 @@ class EngineClient:
         self.fail_open()
 
     def fail_open(self) -> None:
-        """Requests that are not answered yet: the server stops."""
+        """Fail requests that are not answered yet: the server stops."""
         self._fail(list(self._inboxes.values()), STOPPING)
 
     # -- processes

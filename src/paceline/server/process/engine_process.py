@@ -1,4 +1,4 @@
-"""One process of the engine: its start, its socket and its end. `worker` is the other side."""
+"""The process of an engine, seen from outside: its start, its socket and its end. It runs `worker`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from paceline.server.process import messages as m
 from paceline.server.process.channel import Inbox, framed
 from paceline.server.process.messages import EngineSettings, LoadFailed, Ready, WorkerCommand, WorkerEvent
 
-STOP_S = 10.0  # for the engine to store its state
+STOP_S = 10.0  # seconds in which the engine stores its state
 WORKER = [sys.executable, "-m", "paceline.server.process.worker"]  # the number of its socket follows
 
 
 class EngineProcess:
     def __init__(self, settings: EngineSettings, take: Callable[[EngineProcess, list[WorkerEvent]], None]) -> None:
-        """`take` is called with the events of each message after the first."""
+        """`take` gets the events of each message after the first."""
         self.settings, self._on_events = settings, take
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
     async def start(self) -> Ready:
-        """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
+        """Start the process and wait until the model is loaded; raise PacelineError if it cannot be."""
         loop = asyncio.get_running_loop()
         self._first: asyncio.Future[list[WorkerEvent]] = loop.create_future()
-        own, its = socket.socketpair()
-        with its:
-            number = its.fileno()
+        own, worker_end = socket.socketpair()
+        with worker_end:
+            number = worker_end.fileno()
             self._process = subprocess.Popen(
                 [*WORKER, str(number)], stdin=subprocess.DEVNULL, pass_fds=[number], start_new_session=True
             )
@@ -62,7 +62,7 @@ class EngineProcess:
             self._first.set_result(events)
 
     def send(self, command: WorkerCommand) -> None:
-        """Commands of one turn of the event loop are one message. Raises where the command cannot be encoded."""
+        """Send a command, in one message with all of this turn of the event loop; raise if it cannot be encoded."""
         self._unsent.append(m.encode_command(command))
         if len(self._unsent) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -73,7 +73,7 @@ class EngineProcess:
             self._transport.write(framed(m.join_commands(unsent)))  # in order, once the socket takes it
 
     async def stop(self) -> None:
-        """It ends when its commands do; harmless where it has ended."""
+        """End the commands, and with them the process; harmless after its end."""
         if self._transport is not None:
             self._transport.write_eof()
         with contextlib.suppress(asyncio.TimeoutError):

@@ -1,8 +1,8 @@
-"""The engine's process: builds the engine, steps it, and talks to the HTTP process over one socket.
+"""The engine's process: it builds the engine, steps it, and is connected to the HTTP process by one socket.
 
-The socket's number is the only argument, and the first message on it the settings. When it ends the HTTP process wants
-this one to stop, or is gone. One thread receives commands; the main thread owns the engine and sends the events of a
-step as one message.
+The socket's number is the only argument, and the first message on it the settings. The process ends when the socket is
+closed at the other end. One thread receives commands; the main thread owns the engine and sends the events of a step
+as one message.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ from paceline.text.grammar import FIELD
 log = logging.getLogger("paceline")
 GAUGES_EVERY_S = 0.25
 TRIM_EVERY_S = 10.0
-COMPILE_S, MOST_ENDLESS = 30.0, 2  # for a grammar; and how many that take longer may go on, a core each
-SWITCH_S = 0.0005  # a command waits so long at most for a step's Python code to let its thread run; 5 ms if unset
+COMPILE_S = 30.0  # seconds in which a grammar is compiled
+MAX_ENDLESS = 2  # compilations beyond COMPILE_S that may go on; each takes a core
+SWITCH_S = 0.0005  # seconds between thread switches; bounds how long a command waits for a step
 
 
 class EventSender:
-    """Keeps the loop's events until `flush` sends them as one message."""
+    """The loop's events, which `flush` sends as one message."""
 
     def __init__(self, channel: Channel, bundle: EngineBundle) -> None:
         self._channel, self._bundle = channel, bundle
@@ -93,9 +94,9 @@ class Worker:
     def __init__(self, channel: Channel, bundle: EngineBundle) -> None:
         self._channel, self._bundle = channel, bundle
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._structured: SimpleQueue[Request] = SimpleQueue()  # their grammars are compiled first
-        self._uncompiled: set[str] = set()  # of these, the ones that were not cancelled
-        self._compiling: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # of the compiler's thread
+        self._structured: SimpleQueue[Request] = SimpleQueue()  # requests whose grammars are compiled first
+        self._uncompiled: set[str] = set()  # ids of these requests, unless cancelled
+        self._compiling: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # for the compiler
         self._endless: list[Future[Any]] = []  # compilations that were given up
         self._order = threading.Lock()  # a Cancel is put after its Submit, or there is no Submit
 
@@ -109,7 +110,7 @@ class Worker:
         self._bundle.close()
 
     def _receive(self) -> None:
-        """Until the HTTP process closes its end to stop this one, or is gone."""
+        """Take commands until the HTTP process closes its end, or is gone."""
         while (message := self._channel.receive()) is not None:
             for command in decode_commands(message):
                 self._take(command)
@@ -135,8 +136,8 @@ class Worker:
             self._structured.put(request)
 
     def _compile(self) -> None:
-        """In a thread of its own, since a large schema takes seconds: neither steps nor requests without a grammar wait
-        for it."""
+        """Compile grammars and submit their requests, in a thread: neither steps nor other requests wait for the seconds
+        that a large schema takes."""
         while True:
             request = self._structured.get()
             if request.request_id in self._uncompiled and request.params.structured_outputs is not None:
@@ -147,21 +148,21 @@ class Worker:
                     self._commands.put(Submit([request]))
 
     def _compiled(self, wanted: Mapping[str, Any]) -> Any:
-        """The grammar, or why there is none. A compilation cannot be stopped: one that takes too long is left to its
-        thread, and another thread has the next ones."""
+        """Return the grammar, or the error. A compilation cannot be stopped: one that takes too long goes on in its
+        thread, and a new thread compiles the next ones."""
         self._endless = [each for each in self._endless if not each.done()]
-        if len(self._endless) >= MOST_ENDLESS:
+        if len(self._endless) >= MAX_ENDLESS:
             return QueueFull("grammars that take long are being compiled; try again later")
         if self._compiling is None:
             self._compiling = SimpleQueue()
             work = functools.partial(self._compile_from, self._compiling)
             threading.Thread(target=work, name="paceline-compiler", daemon=True).start()
-        found: Future[Any] = Future()
-        self._compiling.put((wanted, found))
+        grammar: Future[Any] = Future()
+        self._compiling.put((wanted, grammar))
         try:
-            return found.result(COMPILE_S)
+            return grammar.result(COMPILE_S)
         except Overdue:
-            self._endless.append(found)
+            self._endless.append(grammar)
             self._compiling = None
             return InvalidParameter(FIELD, f"takes more than {COMPILE_S:.0f} s to compile; make it simpler")
         except PacelineError as error:
@@ -170,13 +171,13 @@ class Worker:
             return InvalidParameter(FIELD, f"cannot be compiled: {type(error).__name__}: {error}")
 
     def _compile_from(self, wishes: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]]) -> None:
-        """One thread for all, since each has a heap of its own; until it was given up."""
+        """Compile grammars until another thread does. One thread compiles all, since each thread has its own heap."""
         while wishes is self._compiling:
-            wanted, found = wishes.get()
+            wanted, grammar = wishes.get()
             try:
-                found.set_result(self._bundle.engine.grammars.compile(wanted))
+                grammar.set_result(self._bundle.engine.grammars.compile(wanted))
             except Exception as problem:
-                found.set_exception(problem)
+                grammar.set_exception(problem)
 
     def _relearn(self, method: str, _: Engine) -> None:
         self._bundle.policy.relearn(method)
