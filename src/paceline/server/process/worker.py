@@ -136,7 +136,7 @@ class Worker:
             self._structured.put(request)
 
     def _compile(self) -> None:
-        """Compile grammars and submit their requests, in a thread: neither steps nor other requests wait for the seconds
+        """Compile grammars and submit their requests, in a thread: steps and other requests do not wait for the seconds
         that a large schema takes."""
         while True:
             request = self._structured.get()
