@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish
+from harness import finish
 from train_smollm2 import ANSWERS, TARGET, Costs, opened, say
 
 from paceline.training.acceptance import tau, walk

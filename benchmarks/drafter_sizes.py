@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from common import finish
 from drafter_questions import DOMAIN, GENERAL, chosen_answers, common_options, short_training, walked
+from harness import finish
 from train_smollm2 import TARGET, Costs, opened, say
 
 from paceline.training.data.generate import draft_vocabulary

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import finish
+from harness import finish
 
 from paceline import LLM, SamplingParams
 from paceline.engine import runner

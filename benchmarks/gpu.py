@@ -25,10 +25,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import finish
 from gpu_engine import ENGINE_PARTS
 from gpu_passes import PASS_PARTS
 from gpu_subject import Subject
+from harness import finish
 
 PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {**PASS_PARTS, **ENGINE_PARTS}
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import finish
 from gpu_passes import device_ms
+from harness import finish
 
 from paceline.core.draft import packed_to, sent
 from paceline.models.kv_cache import KVCache, KVSpec

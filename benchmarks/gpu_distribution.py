@@ -15,7 +15,7 @@ import collections
 from typing import Any
 
 import torch
-from common import finish
+from harness import finish
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish
 from gpu_subject import Subject
-from speculation import index_prompts
+from harness import finish, prompts_of
 from yardstick import Size, large_drafter
 
 from paceline import SamplingParams, build
@@ -130,7 +129,7 @@ def main() -> None:
     drafts = {count: draft_ms(engine, count) for count in (1, 16, 64)} if device.type == "cuda" else {}
     print("a draft, ms by sequences:", {count: round(ms, 3) for count, ms in drafts.items()}, flush=True)
     tokenizer = subject.tokenizer
-    turns = [prompt["turns"][0] for path in args.prompts for prompt in index_prompts([path], None)]
+    turns = [prompt["turns"][0] for path in args.prompts for prompt in prompts_of([path], None)]
     asked = [tokenizer.apply_chat_template([{"role": "user", "content": turn}]) for turn in turns]
     results = []
     for temperature in args.temperatures:

@@ -11,8 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from copy_prompts import copy_prompts
 from gpu_subject import Subject
+from harness import prompts_of as copying
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
@@ -198,7 +198,7 @@ def identity(subject: Subject) -> dict[str, Any]:
     if not subject.random:
         prompts += [
             subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])
-            for prompt in copy_prompts()[::6]
+            for prompt in copying()[::6]
         ]
     for name, params in (
         ("greedy", greedy(length)),
@@ -310,7 +310,7 @@ def draft(subject: Subject) -> dict[str, Any]:
         return found
     copies = [
         subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])
-        for prompt in copy_prompts()[::4]
+        for prompt in copying()[::4]
     ]
     base = speed(plain[0], copies, length, ignore_eos=False)
     for method, k in (("ngram", 8), ("ngram", 16), ("suffix", 8), ("suffix", 16), ("auto", None)):

@@ -14,9 +14,9 @@ import traceback
 from typing import Any
 
 import torch
-from common import finish
 from gpu_engine import Runs, many_prompts
 from gpu_subject import Subject
+from harness import finish
 
 from paceline import SamplingParams
 from paceline.engine.sampler import Sampler

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish
+from harness import finish
 from safetensors.torch import load_file
 
 from paceline import build

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish
-from speculation import Configuration, index_prompts
+from harness import finish, prompts_of
+from speculation import Configuration
 
 from paceline import SamplingParams
 from paceline.config import TRAINED_LEVEL, SpeculationConfig
@@ -213,7 +213,7 @@ def record(paths: Sequence[str], temperature: float, seed: int) -> list[Record]:
     params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, **chosen).resolve({})
     records: list[Record] = []
     for name in (*paths, "copy"):
-        prompts = index_prompts([] if name == "copy" else [name], None)
+        prompts = prompts_of([] if name == "copy" else [name], None)
         for start in range(0, len(prompts), TOGETHER):
             group = prompts[start : start + TOGETHER]
             talks: list[list[dict[str, str]]] = [[] for _ in group]

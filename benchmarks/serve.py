@@ -33,8 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import finish, ratio
-from expanded import expanded_folder
+from harness import expanded_folder, finish, ratio
 from serve_client import Server, ask
 from serve_load import (
     Prompt,

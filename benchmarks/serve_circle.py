@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import finish
+from harness import finish
 from serve_client import Answer, Server, ask, percentiles, request
 
 from paceline import LLM, SamplingParams

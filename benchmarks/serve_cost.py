@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import finish, ratio
+from harness import finish, ratio
 from serve_client import Server
 from serve_load import Job, Prompt, Send, make_jobs, over_http, show_ratio
 

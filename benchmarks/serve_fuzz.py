@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from common import finish
+from harness import finish
 from malformed_requests import Raw, malformed
 from serve_client import Answer, Server, ask, is_openai, leave, percentiles, send_raw
 

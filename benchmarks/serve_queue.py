@@ -27,8 +27,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import finish, ratio
 from gpu_subject import Subject
+from harness import finish, ratio
 from serve_client import Answer
 from serve_load import (
     Job,

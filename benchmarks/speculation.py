@@ -1,26 +1,23 @@
-"""Speculation against our own plain decoding: copy-heavy work of our own, or any file of prompts, by category.
+"""Speculation against our own plain decoding: copying, or any file of prompts, by category.
 
-Every configuration is an engine of its own over the same weights, with its own suffix store, and sees each prompt
-once: no answer is memorised. They are interleaved step by step: each takes one in turn, in a new order every time, so a
-machine that slows down for a second does so for all that are still answering. But then each pass finds the caches as
-another engine left them, which passes of a user's engine do not: with `--whole` every configuration answers a prompt to
-its end before the next one does, in a new order for each prompt. At temperature 0.7 requests are seeded, so all give
-the same tokens and the comparison is paired. EOS is respected. Answers that repeat a 16-gram are looping and reported
-apart, since loops flatter lookup.
+Every configuration is an engine of its own over the same weights, with its own suffix store, and sees each prompt once:
+no answer is memorised. They are interleaved step by step, in a new order every time, so a machine that slows down for a
+second does so for all that still answer. But then each pass finds the caches as another engine left them: with
+`--whole` a configuration answers a prompt to its end before the next one does. At temperature 0.7 requests are seeded,
+so all give equal tokens and the comparison is paired. EOS is respected. Answers that repeat a 16-gram are looping and
+reported apart, since loops flatter lookup.
 
-`--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed, so
-that few groups of a category become enough for an interval. It is one over runs of these prompts: greedily the groups
-are the same, timed once more.
+`--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed.
+`--remembered` adds an `auto` whose policy has answered other prompts before; its suffix store is empty.
 
-`auto` starts cold. Users' policies are remembered between runs: `--remembered` adds an `auto` whose policy has answered
-other prompts before, with a suffix store that is empty all the same.
-
-    python benchmarks/speculation.py                                   # copy-heavy prompts
-    python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --batch 4
+    python benchmarks/speculation.py                                   # copying
     python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --whole
-    python benchmarks/speculation.py --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # what chance does
-    python benchmarks/speculation.py --prompts mt_bench.jsonl --remembered gsm8k_train.jsonl
+    python benchmarks/speculation.py --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # scatter by chance
     python benchmarks/speculation.py --prompts mt_bench.jsonl --lookups --fixed dspark:3 --activations int8
+    python benchmarks/speculation.py --against TREE --rounds 7 --per-category 3       # another source tree, by turns
+    python benchmarks/speculation.py drafter --drafter DIR --prompts mt_bench.jsonl   # τ and time of a block drafter
+    python benchmarks/speculation.py drafter --drafter DIR --answers W/answers.json   # τ on kept answers, any drafter
+    python benchmarks/speculation.py rates --prompts gsm8k_train.jsonl                # how often lookups are right
 """
 
 from __future__ import annotations
@@ -29,46 +26,48 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish
-from copy_prompts import copy_prompts
+from harness import compare_trees, finish, prompts_of, serve_cells, shown
 
-from paceline import SamplingParams
-from paceline.bench.intervals import Pair, loops
-from paceline.bench.intervals import speedup as paired_speedup
-from paceline.build import make_drafters, make_engine, make_policy
-from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
-from paceline.models.load.hub import resolve
-from paceline.models.load.open_model import LoadedModel, load_model
+from paceline import LLM, SamplingParams
 
+NONE, AUTO = "none", "auto"
 NO_LOOPS = "all but loops"
 LOOKUPS = "lookups"  # `auto` without the model's trained drafter
 REMEMBERED, AGAIN = "auto remembered", " again"
+SHAPES = {"chain 7": (1, 7), "tree 15": (8, 15), "tree 60": (8, 60)}  # beam and nodes of a block drafter
+GREEDY, SAMPLED = 0.0, 0.7
 
 
 class Configuration:
     """An engine with drafters of its own on shared weights."""
 
-    def __init__(self, loaded: LoadedModel, method: str, k: int | None) -> None:
+    def __init__(self, loaded: Any, method: str, k: int | None) -> None:
+        from paceline.build import make_drafters, make_engine, make_policy
+        from paceline.config import EngineConfig, SpeculationConfig
+
         self.name = method if k is None else f"{method} k={k}"
-        asked = SpeculationConfig(method=AUTO if method == LOOKUPS else method, k=k)
+        speculation = SpeculationConfig(method=AUTO if method == LOOKUPS else method, k=k)
         drafters = []
-        if method != NONE:  # all that `auto` has; a fixed method is alone, since others would index texts beside it
-            every = replace(asked, method=AUTO, k=None, drafter=(NONE,) if method == LOOKUPS else ())
+        if method != NONE:  # all of `auto`; a fixed method is alone, since others would index texts beside it
+            every = replace(speculation, method=AUTO, k=None, drafter=(NONE,) if method == LOOKUPS else ())
             drafters = [one for one in make_drafters(loaded, every) if method in (AUTO, LOOKUPS, one.name)]
-        self.policy = make_policy(loaded, asked)
+        self.policy = make_policy(loaded, speculation)
         # All prompts of a group are read in one step: no row is ahead when timing starts.
         config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29, max_num_batched_tokens=1 << 14)
         self.engine = make_engine(loaded, config, drafters, self.policy)
 
-    def begin(self, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-        """Up to the first token of each, and no further."""
+    def begin(self, prompts: Sequence[list[int]], params: Any) -> None:
+        """Decode the first token of each, and no further."""
         self.sequences = [
             self.engine.add_request(str(index), prompt, params, wait_group="group")[0]
             for index, prompt in enumerate(prompts)
@@ -79,7 +78,7 @@ class Configuration:
         self.seconds = 0.0
 
     def step(self) -> bool:
-        """One more, timed; whether there was one."""
+        """Run one more step, timed; return whether there was one."""
         if not self.engine.has_work:
             return False
         started = time.perf_counter()
@@ -88,7 +87,7 @@ class Configuration:
         return True
 
     def end(self) -> tuple[float, list[list[int]], Any]:
-        """Seconds of decoding a token, the answers, and the statistics of all of them."""
+        """Return seconds of decoding a token, the answers, and the statistics of all of them."""
         stats = self.sequences[0].stats
         for sequence in self.sequences[1:]:
             stats.merge(sequence.stats)
@@ -96,145 +95,91 @@ class Configuration:
         decoded = sum(map(len, answers)) - len(answers)
         return (self.seconds / decoded if decoded else 0.0), answers, stats
 
-    def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
+    def answer(self, prompts: Sequence[list[int]], params: Any) -> tuple[float, list[list[int]], Any]:
         self.begin(prompts, params)
         while self.step():
             pass
         return self.end()
 
 
-def index_prompts(paths: Sequence[str], per_category: int | None) -> list[dict[str, Any]]:
-    if paths:
-        lines = [line for path in paths for line in Path(path).read_text().split("\n")]
-        prompts = [json.loads(line) for line in lines if line.strip()]
-    else:
-        prompts = copy_prompts()
-    if per_category is None:
-        return prompts
-    kept: dict[str, list[dict[str, Any]]] = {}
-    for prompt in prompts:
-        kept.setdefault(prompt["category"], []).append(prompt)
-    return [prompt for category in kept.values() for prompt in category[:per_category]]
+def params_of(temperature: float, max_tokens: int, seed: int, **options: Any) -> SamplingParams:
+    seeded = {"seed": seed} if temperature else {}
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, **seeded, **options)
 
 
-def remembered(
-    loaded: LoadedModel, others: Sequence[dict[str, Any]], params: SamplingParams, batch: int
-) -> Configuration:
-    """`auto` with what a policy learnt from the first turns of other prompts, and nothing else of it."""
-    before = Configuration(loaded, "auto", None)
-    asked = [loaded.tokenizer.apply_chat_template([{"role": "user", "content": one["turns"][0]}]) for one in others]
-    for start in range(0, len(asked), batch):
-        before.answer(asked[start : start + batch], params)
-    made = Configuration(loaded, "auto", None)
-    made.name = REMEMBERED
-    made.policy.load(json.loads(json.dumps(before.policy.state())))
-    return made
+def chat(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
-def other_prompts(paths: Sequence[str], count: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """So many, from all over the files; none of those that are measured."""
-    first = {prompt["turns"][0] for prompt in measured}
-    others = [prompt for prompt in index_prompts(paths, None) if prompt["turns"][0] not in first]
-    return others[:: max(len(others) // count, 1)][:count]
+# -- configurations by turns
 
 
-def speedup(rows: list[dict[str, Any]], name: str, over: str = "none") -> dict[str, float]:
-    """Time per token of `over` over that of `name`, all groups together, with a paired interval over groups where there
-    are enough of them."""
-    pairs = [
-        Pair(row["seconds"][over] * row["tokens"], row["tokens"], row["seconds"][name] * row["tokens"], row["tokens"])
-        for row in rows
-    ]
-    found = paired_speedup(pairs)
-    if found is None:
-        return {"ratio": sum(pair.plain_s for pair in pairs) / sum(pair.own_s for pair in pairs)}
-    return {"ratio": found.ratio, "low": found.low, "high": found.high}
+def compare(args: argparse.Namespace) -> None:
+    from paceline.models.load.hub import resolve
+    from paceline.models.load.open_model import load_model
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", nargs="*", default=[])
-    parser.add_argument("--mixed", action="store_true", help="batches of all categories")
-    parser.add_argument("--per-category", type=int)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--whole", action="store_true", help="one answer after the other, not step by step")
-    parser.add_argument("--rounds", type=int, default=1, choices=range(1, 100), metavar="N")
-    parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
-    parser.add_argument("--lookups", action="store_true", help="auto without the trained drafter beside it")
-    parser.add_argument("--remembered", nargs="+", default=[], help="files of other prompts that a policy learnt from")
-    parser.add_argument("--dtype", default="auto", help="of the weights; float32: expanded")
-    parser.add_argument("--activations", default="float32", choices=("float32", "int8"))
-    parser.add_argument("--remembered-answers", type=int, default=24)
-    args = parser.parse_args()
-
-    loaded = load_model(resolve("smollm2"), dtype=args.dtype, device="cpu", activations=args.activations)
-    fixed = [(name.split(":")[0], int(name.split(":")[1])) for name in args.fixed]
-    prompts = index_prompts(args.prompts, args.per_category)
+    loaded = load_model(resolve(args.model), dtype=args.dtype, device="cpu", activations=args.activations)
+    methods = [(NONE, None), (AUTO, None), *([(LOOKUPS, None)] if args.lookups else [])]
+    methods += [(name, int(k)) for name, k in (each.split(":") for each in args.fixed)]
+    prompts = prompts_of(args.prompts, args.per_category)
     if args.mixed:
         prompts = [{"category": "mixed", "turns": prompt["turns"]} for prompt in prompts]
         random.Random(0).shuffle(prompts)
-    result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens}
-    result["whole"] = args.whole
-    result |= {"dtype": args.dtype, "activations": args.activations}
-    result |= {"rounds": args.rounds, "seed": args.seed, "cells": []}
+    names = ("batch", "max_tokens", "whole", "dtype", "activations", "rounds", "seed")
+    result: dict[str, Any] = {"prompts": len(prompts), **{name: getattr(args, name) for name in names}, "cells": []}
     others = other_prompts(args.remembered, args.remembered_answers, prompts) if args.remembered else []
-    if others:
-        result["remembered"] = {"answers": len(others), "of": [Path(path).name for path in args.remembered]}
-        print(f"auto starts cold; {REMEMBERED}: its policy has answered {len(others)} other prompts before")
     for temperature in args.temperature:
         rows = []
         for seed in range(args.seed, args.seed + args.rounds):
-            chosen = {"seed": seed} if temperature else {}
-            params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, **chosen).resolve({})
-            configurations = [
-                Configuration(loaded, method, k)
-                for method, k in [(NONE, None), (AUTO, None), *([(LOOKUPS, None)] if args.lookups else []), *fixed]
-            ]
-            tell_apart(configurations)
+            params = params_of(temperature, args.max_tokens, seed).resolve({})
+            configurations = [Configuration(loaded, method, k) for method, k in methods]
+            for at, one in enumerate(configurations):  # a method and k may run twice, to show what chance does
+                while one.name in [each.name for each in configurations[:at]]:
+                    one.name += AGAIN
             if others:
                 configurations.append(remembered(loaded, others, params, args.batch))
-            rows += run(configurations, loaded, prompts, params, args.batch, random.Random(seed), args.whole)
-        report([one.name for one in configurations if one.name != "none"], rows, temperature, result)
+            rows += run(configurations, loaded, prompts, params, args, random.Random(seed))
+        report([one.name for one in configurations if one.name != NONE], rows, temperature, result)
     finish("speculation", result)
 
 
-def tell_apart(configurations: list[Configuration]) -> None:
-    """The same method and k may run twice, to see what differs by chance."""
-    names = set[str]()
-    for one in configurations:
-        while one.name in names:
-            one.name += AGAIN
-        names.add(one.name)
+def other_prompts(paths: Sequence[str], count: int, measured: Sequence[dict[str, Any]]) -> list[str]:
+    """Return `count` first turns from all over the files that are not measured."""
+    first = {prompt["turns"][0] for prompt in measured}
+    others = [prompt["turns"][0] for prompt in prompts_of(paths) if prompt["turns"][0] not in first]
+    return others[:: max(len(others) // count, 1)][:count]
 
 
-def answer_by_turns(
-    configurations: list[Configuration], prompts: Sequence[list[int]], params: SamplingParams, noise: random.Random
-) -> None:
-    """A step of each in turn, in a new order every time."""
-    for configuration in configurations:
+def remembered(loaded: Any, others: Sequence[str], params: Any, batch: int) -> Configuration:
+    """Return an `auto` whose policy starts from what it learnt on other prompts."""
+    before = Configuration(loaded, AUTO, None)
+    prompts = [chat(loaded.tokenizer, text) for text in others]
+    for start in range(0, len(prompts), batch):
+        before.answer(prompts[start : start + batch], params)
+    after = Configuration(loaded, AUTO, None)
+    after.name = REMEMBERED
+    after.policy.load(json.loads(json.dumps(before.policy.state())))
+    return after
+
+
+def answer_by_turns(together: list[Configuration], prompts: Sequence[list[int]], params: Any, noise: Any) -> None:
+    for configuration in together:
         configuration.begin(prompts, params)
-    going = configurations[:]
+    going = together[:]
     while going:
         noise.shuffle(going)
         going = [configuration for configuration in going if configuration.step()]
 
 
 def run(
-    configurations: list[Configuration],
-    loaded: LoadedModel,
-    prompts: list[dict[str, Any]],
-    params: SamplingParams,
-    batch: int,
-    noise: random.Random,
-    whole: bool,
+    configurations: list[Configuration], loaded: Any, prompts: list[dict[str, Any]], params: Any, args: Any, noise: Any
 ) -> list[dict[str, Any]]:
-    """One row per batch of conversations and turn; the second turn continues from plain decoding's first answer."""
-    rows = []
+    """Return one row per batch of conversations and turn; second turns continue from plain decoding's first answer."""
+    from paceline.bench.intervals import loops
+
+    rows, tokenizer, batch = [], loaded.tokenizer, args.batch
     for configuration in configurations:  # warm up: the first passes fault pages in
-        configuration.answer([loaded.tokenizer.encode("Hello there, how are you today?")] * batch, params)
+        configuration.answer([tokenizer.encode("Hello there, how are you today?")] * batch, params)
     by_category: dict[str, list[dict[str, Any]]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)
@@ -245,62 +190,274 @@ def run(
             for turn in range(min(len(prompt["turns"]) for prompt in group)):
                 for talk, prompt in zip(talks, group, strict=True):
                     talk.append({"role": "user", "content": prompt["turns"][turn]})
-                tokens = [loaded.tokenizer.apply_chat_template(talk) for talk in talks]
+                tokens = [tokenizer.apply_chat_template(talk) for talk in talks]
                 alone = [[one] for one in noise.sample(configurations, len(configurations))]
-                for together in alone if whole else [configurations]:
+                for together in alone if args.whole else [configurations]:
                     answer_by_turns(together, tokens, params, noise)
-                answers, row = {}, {"category": category, "seconds": {}, "tau": {}}
-                for configuration in configurations:
-                    seconds, answers[configuration.name], stats = configuration.end()
-                    row["seconds"][configuration.name] = seconds
-                    row["tau"][configuration.name] = stats.mean_acceptance_length
-                same = all(answer == answers["none"] for answer in answers.values())
-                row |= {"identical": same, "tokens": sum(map(len, answers["none"]))}
-                row["loops"] = any(map(loops, answers["none"]))
-                if all(row["seconds"].values()):
-                    rows.append(row)
-                for talk, answer in zip(talks, answers["none"], strict=True):
-                    talk.append({"role": "assistant", "content": loaded.tokenizer.decode(answer)})
+                ends = {one.name: one.end() for one in configurations}
+                plain = ends[NONE][1]
+                if all(seconds for seconds, *_ in ends.values()):
+                    rows.append(
+                        {
+                            "category": category,
+                            "seconds": {name: seconds for name, (seconds, *_) in ends.items()},
+                            "tau": {name: stats.mean_acceptance_length for name, (*_, stats) in ends.items()},
+                            "identical": all(answers == plain for _, answers, _ in ends.values()),
+                            "tokens": sum(map(len, plain)),
+                            "loops": any(map(loops, plain)),
+                        }
+                    )
+                for talk, answer in zip(talks, plain, strict=True):
+                    talk.append({"role": "assistant", "content": tokenizer.decode(answer)})
     return rows
+
+
+def speedup(rows: list[dict[str, Any]], name: str, over: str = NONE) -> dict[str, float]:
+    """Return time per token of `over` over that of `name`, with an interval over groups if there are enough."""
+    from paceline.bench.intervals import Pair
+    from paceline.bench.intervals import speedup as paired
+
+    pairs = [
+        Pair(row["seconds"][over] * row["tokens"], row["tokens"], row["seconds"][name] * row["tokens"], row["tokens"])
+        for row in rows
+    ]
+    gain = paired(pairs)
+    if gain is None:
+        return {"ratio": sum(pair.plain_s for pair in pairs) / sum(pair.own_s for pair in pairs)}
+    return {"ratio": gain.ratio, "low": gain.low, "high": gain.high}
 
 
 def report(names: list[str], rows: list[dict[str, Any]], temperature: float, result: dict[str, Any]) -> None:
     print(f"\ntemperature {temperature}: speed-up over plain decoding [95 %], τ; {torch.get_num_threads()} threads")
-    categories = ["all", NO_LOOPS, *dict.fromkeys(row["category"] for row in rows)]
-    for category in categories:
-        mine = [
+    for category in ["all", NO_LOOPS, *dict.fromkeys(row["category"] for row in rows)]:
+        part = [
             row for row in rows if category in ("all", row["category"]) or (category == NO_LOOPS and not row["loops"])
         ]
-        cell: dict[str, Any] = {"temperature": temperature, "category": category, "answers": len(mine)}
+        if not part:
+            continue
+        cell: dict[str, Any] = {"temperature": temperature, "category": category, "answers": len(part)}
         for name in names:
-            if mine:
-                cell[name] = speedup(mine, name) | {"tau": statistics.mean(row["tau"][name] for row in mine)}
-        fixed = [name for name in names if name in cell and not name.startswith("auto") and not name.endswith(AGAIN)]
+            cell[name] = speedup(part, name) | {"tau": statistics.mean(row["tau"][name] for row in part)}
+        fixed = [name for name in names if not name.startswith(AUTO) and not name.endswith(AGAIN)]
         best = max(fixed, key=lambda name: cell[name]["ratio"], default=None)
-        for name in [name for name in names if name in cell and name.startswith("auto") and best]:
-            cell[name] |= {"of": best, "share": speedup(mine, name, over=str(best))}
-        if mine and LOOKUPS in names:
-            cell["auto over lookups"] = speedup(mine, AUTO, over=LOOKUPS)
-        cell["identical"] = all(row["identical"] for row in mine)
-        cell["looping"] = sum(row["loops"] for row in mine)
+        for name in [name for name in names if name.startswith(AUTO) and best]:
+            cell[name] |= {"of": best, "share": speedup(part, name, over=str(best))}
+        if LOOKUPS in names:
+            cell["auto over lookups"] = speedup(part, AUTO, over=LOOKUPS)
+        cell |= {"identical": all(row["identical"] for row in part), "looping": sum(row["loops"] for row in part)}
         result["cells"].append(cell)
-        figures = "  ".join(f"{name} {figure(cell[name])}" for name in names if name in cell)
-        if over := cell.get("auto over lookups"):
-            figures += f"  auto over lookups {over['ratio']:.2f}x{interval(over, 2)}"
-        print(
-            f"{category:16} {len(mine):3} answers, {cell['looping']} looping, identical {cell['identical']}: {figures}"
-        )
+        print(f"{category:16} {len(part):3} answers, {cell['looping']} looping, identical {cell['identical']}:")
+        for name in [*names, *(["auto over lookups"] if LOOKUPS in names else [])]:
+            entry = cell[name]
+            share = f", {shown(entry['share'], 3)} of {entry['of']}" if "share" in entry else ""
+            print(f"    {name:18} {shown(entry)}" + (f" τ {entry['tau']:.2f}" if "tau" in entry else "") + share)
 
 
-def figure(entry: dict[str, Any]) -> str:
-    said = f"{entry['ratio']:.2f}x{interval(entry, 2)} τ {entry['tau']:.2f}"
-    if share := entry.get("share"):  # of the best fixed method, the same groups compared
-        said += f" ({share['ratio']:.3f}{interval(share, 3)} of {entry['of']})"
-    return said
+# -- another source tree
 
 
-def interval(of: dict[str, float], digits: int) -> str:
-    return f" [{of['low']:.{digits}f}, {of['high']:.{digits}f}]" if "low" in of else ""
+def worker(args: argparse.Namespace) -> None:
+    """Answer prompts one by one with `auto`, through the public API; each round begins with an empty store."""
+    llms: dict[str, LLM] = {}
+    prompts = prompts_of(args.prompts, args.per_category)
+
+    def fresh() -> None:
+        for llm in llms.values():
+            llm.close()
+        for activations in ("float32", "int8"):
+            options = {"threads": 1 if args.one_core else None, "prefix_caching": False, "kv_cache_bytes": 1 << 28}
+            llms[activations] = LLM(args.model, device="cpu", activations=activations, method=AUTO, **options)
+            llms[activations].generate(["Hello there."], SamplingParams(max_tokens=8))
+
+    def run_cell(cell: str) -> dict[str, Any]:
+        activations, temperature, category = cell.split(" ", 2)
+        params, answers = params_of(float(temperature[1:]), args.max_tokens, args.seed), []
+        for prompt in prompts:
+            if prompt["category"] == category:
+                (output,) = llms[activations].chat([{"role": "user", "content": prompt["turns"][0]}], params)
+                answers.append(output.outputs[0].token_ids)
+        return {"digest": sha1(repr(answers).encode()).hexdigest()}
+
+    categories = dict.fromkeys(prompt["category"] for prompt in prompts)
+    cells = [f"{a} T{t} {c}" for a in ("float32", "int8") for t in (GREEDY, SAMPLED) for c in categories]
+    serve_cells(cells, run_cell, fresh)
+
+
+# -- trained drafters: τ, and the time of a draft
+
+
+def drafter(args: argparse.Namespace) -> None:
+    """Tokens a pass by the engine's count. `--answers`: {"set T 0.7": [[prompt, plain answer], ...]}."""
+    from paceline import build
+
+    target = build.load(args.model, device=args.device, activations=args.activations)
+    if args.answers:
+        sets = {name: pairs[: args.count] for name, pairs in json.loads(Path(args.answers).read_text()).items()}
+    else:
+        sets = {
+            f"{Path(path).stem} T {temperature}": [
+                [chat(target.loaded.tokenizer, prompt["turns"][0]), None] for prompt in prompts_of([path])[: args.count]
+            ]
+            for path in args.prompts
+            for temperature in args.temperature
+        }
+    results = []
+    for shape in args.shapes:
+        for rows in args.rows:
+            engine, milliseconds = engine_with(target, args.drafter, *SHAPES[shape], rows)
+            for name, pairs in sets.items():
+                temperature = float(name.rpartition(" T ")[2])
+                params = params_of(temperature, args.max_tokens, args.seed, top_p=1.0, top_k=0).resolve({})
+                sequences, started = [], time.perf_counter()
+                milliseconds.clear()
+                for first in range(0, len(pairs), rows):
+                    for at, (prompt, _) in enumerate(pairs[first : first + rows], start=first):
+                        sequences += engine.add_request(f"{name} {at}", prompt, params)
+                    while engine.has_work:
+                        engine.step()
+                seconds, stats = time.perf_counter() - started, sequences[0].stats
+                for one in sequences[1:]:
+                    stats.merge(one.stats)
+                plain = [answer and answer[: args.max_tokens] for _, answer in pairs]
+                row = {
+                    "set": name,
+                    "shape": shape,
+                    "rows": rows,
+                    "tau": stats.mean_acceptance_length,
+                    "by_depth": [round(each / stats.num_drafts, 3) for each in stats.accepted_per_position],
+                    "draft_ms": statistics.median(milliseconds or [0.0]),
+                    "tokens_s": sum(one.num_output for one in sequences) / seconds,
+                    "plain_answers": sum(
+                        one.output_tokens == other for one, other in zip(sequences, plain, strict=True)
+                    ),
+                }
+                results.append(row)
+                print(row, flush=True)
+            engine.close()
+    finish("drafter", {"device": str(target.loaded.decoder.device), "cells": results})
+
+
+def engine_with(target: Any, folder: str, beam: int, nodes: int, rows: int) -> tuple[Any, list[float]]:
+    """Return an engine with the drafter of a folder, and a list to which milliseconds of its drafts are appended: of
+    the host on a CPU, of the device on a GPU."""
+    from paceline import build
+    from paceline.config import EngineConfig, SpeculationConfig
+    from paceline.drafters.block.drafter import DSparkDrafter
+    from paceline.engine.engine import Engine
+    from paceline.engine.policy.adaptive import AdaptivePolicy
+    from paceline.platform.device_timer import Stopwatch
+    from paceline.training.export import method_of
+
+    method, speculation = method_of(Path(folder)), SpeculationConfig(method=AUTO, drafter=folder)
+    context = build.drafter_context(target.loaded, speculation)
+    if method in ("dspark", "dflash"):
+        one: Any = DSparkDrafter.from_context(context, method, beam)
+    else:
+        (one,) = [each for each in build.make_drafters(target.loaded, speculation) if each.name == method]
+        if beam == 1 and hasattr(one, "top_k"):
+            one.top_k = 1  # before the engine binds it: it captures drafts of this width
+    milliseconds: list[float] = []
+    propose, on_cuda = one.propose, target.loaded.decoder.device.type == "cuda"
+
+    def timed(*arguments: Any) -> Any:
+        with Stopwatch(on_cuda) as watch:
+            draft = propose(*arguments)
+        milliseconds.append(1e3 * watch.seconds)
+        return draft
+
+    one.propose = timed
+    config = EngineConfig(max_num_seqs=rows, max_num_batched_tokens=max(1024, 2 * (nodes + 1) * rows))
+    policy = AdaptivePolicy([one], method, nodes)
+    loaded = target.loaded
+    return Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=[one], policy=policy), milliseconds
+
+
+# -- how often lookups are right, by level
+
+
+def rates(args: argparse.Namespace) -> None:
+    """Read plain answers again token by token: the policy's first guesses (engine/policy/survival.py) are from here."""
+    from paceline.bench.prompts import shipped
+    from paceline.config import SpeculationConfig
+    from paceline.core.sequence import Sequence as Answer
+    from paceline.drafters import METHODS, DrafterContext, DraftRequest
+    from paceline.engine.policy.survival import bucket, first_guess
+    from paceline.models.load.hub import resolve
+    from paceline.models.load.open_model import load_model
+
+    loaded = load_model(resolve(args.model), dtype="float32", device="cpu")
+    prompts = [loaded.tokenizer.apply_chat_template(prompt.messages([])[:1]) for prompt in shipped(per_workload=6)]
+    for path in args.prompts:
+        prompts += [chat(loaded.tokenizer, prompt["turns"][0]) for prompt in prompts_of([path])[: args.count]]
+    context, result = DrafterContext(loaded.config, loaded.decoder.device, SpeculationConfig(method=AUTO)), {}
+    for temperature in args.temperature:
+        params, plain = params_of(temperature, 64, 11).resolve({}), Configuration(loaded, NONE, None)
+        drafters = [METHODS[name].make(context) for name in ("ngram", "suffix")]
+        tried, hit = Counter[tuple[str, int, int]](), Counter[tuple[str, int, int]]()
+        for index, prompt in enumerate(prompts):
+            answer = plain.answer([prompt], params)[1][0]
+            sequence = Answer(str(index), prompt, params, max_len=len(prompt) + 64)
+            for at, token in enumerate(answer[:-1], start=1):
+                sequence.tokens.append(token)
+                for one in drafters:
+                    level, draft = bucket(one.level(sequence)), one.propose([DraftRequest(sequence, 8)])
+                    parents, node = draft.parents[0].tolist()[: int(draft.num_nodes[0])], -1
+                    for position, true in enumerate(answer[at:]):  # the first child of the first child, and so on
+                        if node not in parents:
+                            break
+                        node = parents.index(node)
+                        tried[one.name, level, position] += 1
+                        if int(draft.tokens[0, node]) != true:
+                            break
+                        hit[one.name, level, position] += 1
+            for one in drafters:
+                one.release(sequence)  # unfinished, so nothing is learned from it
+        for method, level in sorted({key[:2] for key in tried}):
+            cells = [[hit[method, level, at], tried[method, level, at]] for at in range(8) if tried[method, level, at]]
+            result[f"T {temperature} {method} {level}"] = cells
+            listed = "  ".join(f"{right / of:.2f}/{of}" for right, of in cells)
+            print(f"T {temperature} {method:7} bucket {level}, first guess {first_guess(level)[0]:.2f}: {listed}")
+    finish("lookup_rates", {"answers": len(prompts), "rates": result})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="compare", choices=("compare", "drafter", "rates"))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--prompts", nargs="*", default=[])
+    parser.add_argument("--mixed", action="store_true", help="batches of all categories")
+    parser.add_argument("--per-category", type=int)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[GREEDY, SAMPLED])
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--whole", action="store_true", help="one answer after the other, not step by step")
+    parser.add_argument("--rounds", type=int, default=1, choices=range(1, 100), metavar="N")
+    parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
+    parser.add_argument("--lookups", action="store_true", help="auto without the trained drafter beside it")
+    parser.add_argument("--remembered", nargs="+", default=[], help="files of other prompts that a policy learnt from")
+    parser.add_argument("--remembered-answers", type=int, default=24)
+    parser.add_argument("--dtype", default="auto", help="of the weights; float32: expanded")
+    parser.add_argument("--activations", default="float32", choices=("float32", "int8"))
+    parser.add_argument("--against", type=Path, metavar="TREE", help="another source tree of this package")
+    parser.add_argument("--one-core", action="store_true", help="of --against: one thread, processor time")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--drafter", help="folder of a trained drafter")
+    parser.add_argument("--answers", help="of drafter: prompts and plain answers that train_smollm2.py keeps")
+    parser.add_argument("--count", type=int, default=40, help="prompts of each set")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1], help="of drafter: requests at once")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+    elif args.against:
+        at = sys.argv.index("--against")
+        arguments = [*sys.argv[1:at], *sys.argv[at + 2 :]]
+        unit = "cpu" if args.one_core else "wall"
+        finish("speculation_against", compare_trees(__file__, args.against, args.rounds, arguments, unit))
+    else:
+        {"compare": compare, "drafter": drafter, "rates": rates}[args.what](args)
 
 
 if __name__ == "__main__":

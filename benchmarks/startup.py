@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from common import finish
+from harness import finish
 
 
 def first_byte() -> float:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish
+from harness import finish
 from policy_replay import VOCABULARY, Record, follow
 
 from paceline import SamplingParams

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import finish, interleaved
+from harness import finish, interleaved
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish
+from harness import finish
 
 from paceline.drafters.block.config import W2
 from paceline.drafters.methods import DSPARK, EAGLE3

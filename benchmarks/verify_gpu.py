@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from common import finish
+from harness import finish
 from torch import Tensor
 
 from paceline.core.draft import Draft, Proposal

@@ -23,12 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish
-from benchmarks.expanded import expanded_folder
+from benchmarks.harness import Turns, Watch, expanded_folder, finish, settle
 from benchmarks.peers.configurations import REFERENCE, Configuration, configurations, quantisation, select
 from benchmarks.peers.float_gguf import write_float_gguf
 from benchmarks.peers.prompts import Prompt, make_prompts
-from benchmarks.peers.quiet import Turns, Watch, settle
 from benchmarks.peers.report import beside_the_best, cells, summary, table
 from benchmarks.peers.rows import Rows
 from benchmarks.peers.workers import (

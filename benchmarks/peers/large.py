@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import finish
+from benchmarks.harness import finish, settle
 from benchmarks.peers.configurations import Configuration
-from benchmarks.peers.quiet import settle
 from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, first_cores, interpreter, surroundings
 from paceline.files.gguf import GGUFFile, import_gguf
 

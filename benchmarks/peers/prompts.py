@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from benchmarks.copy_prompts import copy_prompts
+from benchmarks.harness import prompts_of as copying
 
 CHAT = [
     "My neighbour plays loud music late at night. How do I bring it up without starting a quarrel?",
@@ -36,7 +36,7 @@ class Prompt:
 
 def make_prompts(per_workload: int, temperatures: Sequence[float], chat: Path | None = None) -> list[Prompt]:
     """Copying and chat, every prompt at every temperature; `chat` is a file of prompts to ask instead of our own."""
-    title, texts = (chat.stem, index_prompts(chat)) if chat else ("chat", CHAT)
+    title, texts = (chat.stem, prompts_of(chat)) if chat else ("chat", CHAT)
     workloads = [
         [
             Prompt(name=f"{workload}/{at} T={t:g}", workload=f"{workload}, T {t:g}", text=text, temperature=t)
@@ -54,10 +54,10 @@ def _spread(texts: Sequence[str], count: int) -> list[tuple[int, str]]:
 
 
 def _copy_texts() -> list[str]:
-    return [str(turns[0]) for prompt in copy_prompts() if isinstance(turns := prompt["turns"], list)]
+    return [str(turns[0]) for prompt in copying() if isinstance(turns := prompt["turns"], list)]
 
 
-def index_prompts(path: Path) -> list[str]:
+def prompts_of(path: Path) -> list[str]:
     """jsonl of {"turns"}: the first turn of each."""
     texts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

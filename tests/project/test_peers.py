@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness import Turns
 from benchmarks.peers import compare
 from benchmarks.peers.configurations import Configuration, configurations, select
 from benchmarks.peers.float_gguf import write_float_gguf
 from benchmarks.peers.prompts import Prompt
-from benchmarks.peers.quiet import Turns
 from benchmarks.peers.report import (
     agreement,
     faster,

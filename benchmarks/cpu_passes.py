@@ -1,0 +1,231 @@
+"""Passes of one model on a CPU by number of rows, with weights expanded to fp32, kept as blocks, and with int8
+activations.
+
+One sequence of `--context` tokens, then passes over n further tokens with logits for every one: the shape of
+verification. All decoders are in one process and take turns; minima are compared, since another process can only add
+time. The logits of fp32 and blocks must have equal bits.
+
+    python benchmarks/cpu_passes.py [--model FILE.gguf] [--context 64] [--rounds 12] [--one-core]
+    python benchmarks/cpu_passes.py --against TREE --rounds 7        # another source tree: plain steps, by turns
+    python benchmarks/cpu_passes.py distance --prompts FILE          # int8 activations against float32: top-1, KL
+    python benchmarks/cpu_passes.py transformers [--torch-kernels]   # plain decoding in fp32, the memory's floor
+
+`--one-core` takes one thread's processor time, the only clock worth reading on a machine that others keep busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from harness import compare_trees, expanded_folder, finish, interleaved, ratio, serve_cells, shown
+
+from paceline import LLM, SamplingParams
+
+SIZES, PROMPT, BLOCK = (1, 4, 8, 16), 256, 16
+MODES: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "blocks": {}, "int8": {"activations": "int8"}}
+TOKENS = 24
+TEXT = "A bicycle that leans to the left is steered to the left, and the road pushes its wheels back under the rider. "
+LENGTHS = {"short": 8, "long": 421}  # tokens of the prompts that transformers answers too
+
+
+class Passes:
+    """A decoder and its cache."""
+
+    def __init__(self, path: Path, context: int, threads: int | None, options: dict[str, Any]) -> None:
+        from paceline.models.kv_cache import KVCache
+        from paceline.models.load.open_model import load_model
+
+        self.decoder = load_model(path, device="cpu", threads=threads, **options).decoder
+        self.context, self.num_blocks = context, (context + PROMPT) // BLOCK + 1
+        self.cache = KVCache(
+            self.decoder.kv_specs,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK,
+            dtype=self.decoder.cache_dtype,
+            device=self.decoder.device,
+        )
+        self.run(0, context, 1)
+
+    @torch.inference_mode()
+    def run(self, first: int, count: int, rows: int) -> torch.Tensor:
+        from paceline.models.plan import PassPlan
+
+        positions = torch.arange(first, first + count, dtype=torch.int32)
+        blocks = torch.arange(self.num_blocks, dtype=torch.int32)[None]
+        plan = PassPlan.in_order(positions, positions, torch.zeros_like(positions), blocks, BLOCK, first + count)
+        tokens = torch.arange(count) * 37 % self.decoder.config.vocab_size
+        return self.decoder.forward(tokens, plan, self.cache.layers, torch.arange(rows)).logits
+
+    def work(self, count: int) -> Callable[[], torch.Tensor]:
+        rows = 1 if count == PROMPT else count
+        return lambda: self.run(self.context, count, rows)
+
+
+def passes(args: argparse.Namespace) -> None:
+    from paceline.models.load.hub import resolve
+
+    path = resolve(args.model)
+    modes = {name: Passes(path, args.context, 1 if args.one_core else None, options) for name, options in MODES.items()}
+    torch.set_num_threads(1)  # torch's; the kernels have threads of their own
+    same = all(
+        torch.equal(modes["fp32"].run(args.context, n, n), modes["blocks"].run(args.context, n, n)) for n in SIZES
+    )
+    times = interleaved(
+        {f"{name} {n}": each.work(n) for name, each in modes.items() for n in SIZES}, args.rounds, warmup=2
+    )
+    prompts = interleaved({name: each.work(PROMPT) for name, each in modes.items()}, 3)
+    least = {name: {n: 1e3 * min(times[f"{name} {n}"]) for n in SIZES} for name in modes}
+    print(f"milliseconds of a pass, the least of {args.rounds}")
+    print("rows    " + "".join(f"{n:>8}" for n in (*SIZES, PROMPT)))
+    for name in modes:
+        print(f"{name:8}" + "".join(f"{ms:8.2f}" for ms in (*least[name].values(), 1e3 * min(prompts[name]))))
+    result = {
+        "model": args.model,
+        "kernels": modes["blocks"].decoder.kernels.name,
+        "ms": least,
+        "prompt_ms": {name: 1e3 * min(seconds) for name, seconds in prompts.items()},
+        "over_one": {name: {n: ms / each[1] for n, ms in each.items()} for name, each in least.items()},
+        "clock": "processor time of one thread" if args.one_core else "wall",
+        "blocks_are_fp32_bits": same,
+        "rounds": args.rounds,
+    }
+    finish("cpu_passes", result)
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Steps of plain decoding, through the public API: n sequences at once are a pass of n rows."""
+    options = {"device": "cpu", "method": "none", "prefix_caching": False, "threads": 1 if args.one_core else None}
+    llms = {name: LLM(args.model, kv_cache_bytes=1 << 27, **options, **MODES[name]) for name in ("blocks", "int8")}
+
+    def run(cell: str) -> dict[str, Any]:
+        name, rows, _ = cell.split()
+        length, count = (PROMPT, 1) if int(rows) == PROMPT else (8, int(rows))
+        prompts = [{"prompt_token_ids": [(37 * i + at) % 40_000 for i in range(length)]} for at in range(count)]
+        tokens = 1 if length == PROMPT else TOKENS
+        outputs = llms[name].generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        return {"digest": sha1(repr([output.outputs[0].token_ids for output in outputs]).encode()).hexdigest()}
+
+    cells = [f"{name} {n} rows" for name in llms for n in (*SIZES, PROMPT)]
+    serve_cells(cells, run, lambda: None)
+
+
+def distance(args: argparse.Namespace) -> None:
+    """Compare next-token distributions at every position: of prompts, and of greedy answers of float32 activations."""
+    from paceline.bench.prompts import from_file
+    from paceline.models.load.hub import resolve
+    from paceline.models.load.open_model import load_model
+    from paceline.models.quant.distance import Alone
+
+    talks = from_file(args.prompts)[:: args.every]
+    with LLM(args.model, device="cpu") as llm:
+        prompts = [llm.tokenizer.apply_chat_template(talk.messages(())) for talk in talks]
+        params = SamplingParams(temperature=0, max_tokens=48)
+        answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    decoders = [load_model(resolve(args.model), device="cpu", activations=each).decoder for each in ("float32", "int8")]
+    parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"prompts": [], "answers": []}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [*prompt, *answer]
+        p, q = (Alone(each, len(tokens)).logits(tokens).log_softmax(-1).clone() for each in decoders)
+        agree, kl = p.argmax(-1) == q.argmax(-1), (p.exp() * (p - q)).sum(-1).clamp(min=0)
+        start = len(prompt) - 1
+        parts["prompts"].append((agree[:start], kl[:start]))
+        parts["answers"].append((agree[start:-1], kl[start:-1]))
+    result: dict[str, Any] = {"unchanged": sum(bool(agree.all()) for agree, _ in parts["answers"]), "of": len(prompts)}
+    for name, pairs in parts.items():
+        agree, kl = (torch.cat(column) for column in zip(*pairs, strict=True))
+        result[name] = {
+            "positions": len(agree),
+            "top1_agreement": float(agree.double().mean()),
+            "mean_kl": float(kl.mean()),
+            "max_kl": float(kl.max()),
+        }
+        print(f"{name}: {result[name]}")
+    print(f"{result['unchanged']} of {result['of']} greedy answers would not change")
+    finish("int8_distance", {"model": args.model, "prompts": args.prompts.name, **result})
+
+
+def beside_transformers(args: argparse.Namespace) -> None:
+    """Plain greedy decoding in fp32 beside transformers' `generate`, and the time to read every weight once a token."""
+    if args.torch_kernels:
+        os.environ["PACELINE_KERNELS"] = "torch"  # read when the model is opened
+    import transformers
+
+    from paceline.models.load.hub import resolve
+    from paceline.models.load.store import cache_home
+
+    options: dict[str, Any] = {"threads": 1} if args.one_core else {}
+    llm = LLM(args.model, dtype="float32", device="cpu", method="none", prefix_caching=False, **options)
+    folder = expanded_folder(resolve(args.model), cache_home() / "expanded")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    weight_bytes = 4 * sum(parameter.numel() for parameter in oracle.parameters())
+    block, tokens, text = torch.zeros(75_000_000, dtype=torch.float64), 64, llm.tokenizer.encode(TEXT * 40)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    answers: dict[str, list[int]] = {}
+
+    def ours(prompt: list[int]) -> None:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        answers["paceline"] = output.outputs[0].token_ids
+
+    @torch.inference_mode()
+    def theirs(prompt: list[int]) -> None:
+        ids = torch.tensor([prompt])
+        mask, counts = torch.ones_like(ids), {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        answers["transformers"] = oracle.generate(ids, attention_mask=mask, do_sample=False, **counts)[0].tolist()
+        answers["transformers"] = answers["transformers"][len(prompt) :]
+
+    result: dict[str, Any] = {"kernels": llm.kernels_name, "tokens": tokens}
+    for name, length in LENGTHS.items():
+        prompt = text[:length]
+        works = {"paceline": lambda p=prompt: ours(p), "transformers": lambda p=prompt: theirs(p), "read": block.sum}
+        times = interleaved(works, args.rounds)
+        floor = [seconds * weight_bytes / (8 * block.numel()) for seconds in times["read"]]
+        result[name] = {
+            "over_transformers": ratio(times["transformers"], times["paceline"]),
+            "share_of_floor": ratio(floor, [seconds / tokens for seconds in times["paceline"]]),
+            "tokens_per_second": tokens / statistics.median(times["paceline"]),
+            "same_tokens": answers["paceline"] == answers["transformers"],
+        }
+        print(f"prompt of {length} tokens, same tokens {result[name]['same_tokens']}:")
+        print(f"  {shown(result[name]['over_transformers'])} of transformers' rate")
+        print(f"  {shown(result[name]['share_of_floor'])} of the memory's floor")
+    finish("beside_transformers", result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="passes", choices=("passes", "distance", "transformers"))
+    parser.add_argument("--model", default="smollm2", help="a model whose weights are blocks")
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--one-core", action="store_true")
+    parser.add_argument("--against", type=Path, metavar="TREE", help="another source tree of this package")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=Path, help="of distance")
+    parser.add_argument("--every", type=int, default=1, help="of distance: take every n-th prompt")
+    parser.add_argument("--torch-kernels", action="store_true", help="of transformers: without native kernels")
+    args = parser.parse_args()
+    if args.one_core:
+        harness.clock = time.thread_time
+    if args.worker:
+        worker(args)
+    elif args.against:
+        arguments, unit = [each for each in sys.argv[1:] if each == "--one-core"], "cpu" if args.one_core else "wall"
+        arguments += ["--model", args.model]
+        result = compare_trees(__file__, args.against, args.rounds, arguments, unit)
+        finish("cpu_passes_against", result)
+    else:
+        {"passes": passes, "distance": distance, "transformers": beside_transformers}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

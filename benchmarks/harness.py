@@ -1,0 +1,279 @@
+"""Shared by all scripts: interleaved rounds, paired intervals, a quiet machine, two source trees, the JSON line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+HOLD_S = 200.0  # seconds that one benchmark keeps a shared machine
+WINDOW_S, PATIENCE_S = 0.1, 10.0
+QUIET = 0.05  # share of the cores that others may take before an answer is begun
+
+COPYING = Path(__file__).parent / "copying.jsonl"  # quoting, editing code, JSON printed again
+
+clock: Callable[[], float] = time.perf_counter
+
+
+# -- rounds and intervals
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = clock()
+    work()
+    return clock() - started
+
+
+def interleaved(works: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+    """Return the seconds of every piece of work in every round; the order is drawn anew each round."""
+    order, noise = list(works), random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(warmup + rounds):
+        noise.shuffle(order)
+        for name in order:
+            seconds = timed(works[name])
+            if turn >= warmup:
+                times[name].append(seconds)
+    return times
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float], draws: int = 2000) -> dict[str, float]:
+    """Return the median of the paired ratios with a 95 % bootstrap interval over rounds."""
+    pairs = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    noise = random.Random(1)
+    medians = sorted(statistics.median(noise.choices(pairs, k=len(pairs))) for _ in range(draws))
+    return {
+        "median": statistics.median(pairs),
+        "low": medians[int(0.025 * draws)],
+        "high": medians[int(0.975 * draws) - 1],
+    }
+
+
+def shown(of: Mapping[str, float], digits: int = 2) -> str:
+    """Return a ratio with its interval, as text."""
+    middle = of["median"] if "median" in of else of["ratio"]
+    interval = f" [{of['low']:.{digits}f}, {of['high']:.{digits}f}]" if "low" in of else ""
+    return f"{middle:.{digits}f}x{interval}"
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+def finish(name: str, result: dict[str, Any]) -> None:
+    """Print the last line of every benchmark: one JSON object with the figures and where they were taken."""
+    import torch
+
+    from paceline import __version__
+    from paceline.platform import cpu
+
+    where = {
+        "cpu": cpu.cpu_name(),
+        "cores": cpu.usable_cores(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "paceline": __version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if torch.cuda.is_available():
+        where["gpu"] = torch.cuda.get_device_name()
+    print(json.dumps({"benchmark": name, **result, "where": where}))
+
+
+# -- prompts
+
+
+def prompts_of(paths: Sequence[str] = (), per_category: int | None = None) -> list[dict[str, Any]]:
+    """Return {"category", "turns"} from JSON lines; without a path, 24 prompts that ask for copies."""
+    lines = [line for path in paths or (COPYING,) for line in Path(path).read_text(encoding="utf-8").split("\n")]
+    prompts = [json.loads(line) for line in lines if line.strip()]
+    by_category: dict[str, list[dict[str, Any]]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt["category"], []).append(prompt)
+    return prompts if per_category is None else [one for each in by_category.values() for one in each[:per_category]]
+
+
+# -- models for other software
+
+
+def expanded_folder(folder: Path, work: Path) -> Path:
+    """Return a model folder that other software reads: blocks expanded to float32, everything else copied."""
+    from paceline.models.load.loader import load_config, load_weights
+    from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
+    from paceline.models.weights import WeightKind
+
+    out = work / f"{folder.name}-fp32"
+    if not (folder / BLOCK_WEIGHTS).exists():
+        return folder
+    if not out.exists():
+        partial = out.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for file in folder.glob("*.json"):
+            shutil.copyfile(file, partial / file.name)
+        weights = load_weights(folder, load_config(folder))
+        entries = [(name, WeightKind.FLOAT32, weights[name].shape) for name in weights]
+        write_blocks(partial / "model.safetensors", entries, weights.__getitem__, lambda done, total: None)
+        partial.rename(out)
+    return out
+
+
+# -- two source trees, by turns
+
+
+def serve_cells(cells: Sequence[str], run: Callable[[str], dict[str, Any]], fresh: Callable[[], None]) -> None:
+    """Be a worker of `compare_trees`: run one cell for each line of input, `fresh` before every round."""
+    print(json.dumps(list(cells)), flush=True)
+    for line in sys.stdin:
+        cell = json.loads(line)
+        if cell is None:
+            fresh()
+            print("{}", flush=True)
+            continue
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        answer = run(cell)
+        cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+        print(json.dumps({"cpu": cpu_s, "wall": wall_s, **answer}), flush=True)
+
+
+@contextmanager
+def _worker(script: str, tree: Path, arguments: Sequence[str]) -> Iterator[Callable[[str | None], Any]]:
+    """Run a script's worker on the source of a tree, with a cache folder of its own for what policies learn."""
+    from paceline.models.load.store import cache_home
+
+    with tempfile.TemporaryDirectory() as home:
+        (Path(home) / "models").symlink_to(cache_home() / "models")
+        env = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "PACELINE_HOME": home}
+        command = [sys.executable, script, "--worker", *arguments]
+        process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(cell: str | None) -> Any:
+            process.stdin.write(json.dumps(cell) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        ask.cells = json.loads(process.stdout.readline())  # type: ignore[attr-defined]
+        try:
+            yield ask
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+def compare_trees(script: str, other: Path, rounds: int, arguments: Sequence[str], unit: str) -> dict[str, Any]:
+    """Measure this source tree against another: seconds of the other over seconds of this, cell by cell and in all.
+
+    Both run the cells by turns; a pair of runs follow each other, in an order drawn anew. `unit`: cpu or wall seconds.
+    The first round warms up. The interval of the geometric mean is Student's, over at least five rounds.
+    """
+    from paceline.bench.intervals import student
+
+    noise, this = random.Random(0), Path(script).resolve().parents[1]
+    with _worker(script, this, arguments) as ours, _worker(script, other, arguments) as theirs:
+        cells: list[str] = ours.cells  # type: ignore[attr-defined]
+        ratios: dict[str, list[float]] = {cell: [] for cell in cells}
+        same = dict.fromkeys(cells, True)
+        for turn in range(rounds + 1):
+            for ask in (ours, theirs):
+                ask(None)
+            for cell in noise.sample(cells, len(cells)):
+                pair = {ask: ask(cell) for ask in noise.sample((ours, theirs), 2)}
+                same[cell] &= pair[ours].get("digest") == pair[theirs].get("digest")
+                if turn:
+                    ratios[cell].append(pair[theirs][unit] / pair[ours][unit])
+    by_round = [statistics.fmean(map(math.log, row)) for row in zip(*ratios.values(), strict=True)]
+    reach = student(rounds - 1) * statistics.stdev(by_round) / math.sqrt(rounds)
+    centre = statistics.fmean(by_round)
+    result: dict[str, Any] = {cell: ratio(pairs, [1.0] * rounds) for cell, pairs in ratios.items()}
+    for cell in cells:
+        print(f"{cell:32} {shown(result[cell], 3)}{'' if same[cell] else '   DIFFERENT ANSWERS'}")
+    mean = {"ratio": math.exp(centre), "low": math.exp(centre - reach), "high": math.exp(centre + reach)}
+    print(f"geometric mean of {len(cells)} cells, {rounds} pairs: {shown(mean, 3)}")
+    return {"cells": result, "geometric_mean": mean, "rounds": rounds, "unit": unit, "same_answers": all(same.values())}
+
+
+# -- a machine that others use too
+
+
+class Computes(Protocol):
+    def cpu_seconds(self) -> float: ...
+
+
+class Turns:
+    """A lock file (flock) that all benchmarks on a machine take; it is handed on every few minutes."""
+
+    def __init__(self, path: Path | None, hold_s: float = HOLD_S) -> None:
+        self._file: IO[str] | None = None if path is None else path.open("a")
+        self._hold_s = hold_s
+        self._since: float | None = None  # time at which it became our turn
+
+    def take(self) -> None:
+        """Wait for our turn; first hand it on if we have had the machine for long."""
+        if self._file is None:
+            return
+        import fcntl
+
+        if self._since is not None and time.perf_counter() - self._since > self._hold_s:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._since = None
+            time.sleep(1.0)  # else a waiting process would not wake up in time
+        if self._since is None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._since = time.perf_counter()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()  # which releases the lock
+
+
+def busy_seconds(stat: Path = Path("/proc/stat")) -> float:
+    """Return busy seconds of all cores since the start, the hypervisor's other guests included; 0 if unknown."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class Watch:
+    """CPU time of the workers and of all other processes since it was made."""
+
+    def __init__(self, workers: Sequence[Computes], cores: int) -> None:
+        self._workers, self._cores = workers, cores
+        self._started, self._busy, self._before = time.perf_counter(), busy_seconds(), self._spent()
+
+    def _spent(self) -> list[float]:
+        return [worker.cpu_seconds() for worker in self._workers]
+
+    def shares(self) -> tuple[list[float], float]:
+        """Return the share of all cores that each worker took, and the share of all other processes."""
+        room = (time.perf_counter() - self._started) * self._cores
+        spent = [after - before for after, before in zip(self._spent(), self._before, strict=True)]
+        foreign = busy_seconds() - self._busy - sum(spent)
+        return [each / room for each in spent], max(0.0, foreign / room)
+
+
+def settle(workers: Sequence[Computes], cores: int, patience_s: float = PATIENCE_S) -> None:
+    """Wait, for a bounded time, until no process computes: thread pools spin for a while after their work is done."""
+    end = time.perf_counter() + patience_s
+    while time.perf_counter() < end:
+        watch = Watch(workers, cores)
+        time.sleep(WINDOW_S)
+        spent, foreign = watch.shares()
+        if sum(spent) + foreign <= QUIET:
+            return
