@@ -304,18 +304,20 @@ def drafter(args: argparse.Namespace) -> None:
     results = []
     for shape in args.shapes:
         for rows in args.rows:
-            engine, milliseconds = engine_with(target, args.drafter, *SHAPES[shape], rows)
+            engine, watches = engine_with(target, args.drafter, *SHAPES[shape], rows)
             for name, pairs in sets.items():
                 temperature = float(name.rpartition(" T ")[2])
                 params = params_of(temperature, args.max_tokens, args.seed, top_p=1.0, top_k=0).resolve({})
                 sequences, started = [], time.perf_counter()
-                milliseconds.clear()
+                watches.clear()
                 for first in range(0, len(pairs), rows):
                     for at, (prompt, _) in enumerate(pairs[first : first + rows], start=first):
                         sequences += engine.add_request(f"{name} {at}", prompt, params)
                     while engine.has_work:
                         engine.step()
                 seconds, stats = time.perf_counter() - started, sequences[0].stats
+                if target.loaded.decoder.device.type == "cuda":
+                    torch.cuda.synchronize()
                 for one in sequences[1:]:
                     stats.merge(one.stats)
                 plain = [answer and answer[: args.max_tokens] for _, answer in pairs]
@@ -325,7 +327,7 @@ def drafter(args: argparse.Namespace) -> None:
                     "rows": rows,
                     "tau": stats.mean_acceptance_length,
                     "by_depth": [round(each / stats.num_drafts, 3) for each in stats.accepted_per_position],
-                    "draft_ms": statistics.median(milliseconds or [0.0]),
+                    "draft_ms": statistics.median([1e3 * watch.seconds for watch in watches] or [0.0]),
                     "tokens_s": sum(one.num_output for one in sequences) / seconds,
                     "plain_answers": sum(
                         one.output_tokens == other for one, other in zip(sequences, plain, strict=True)
@@ -337,9 +339,8 @@ def drafter(args: argparse.Namespace) -> None:
     finish("drafter", {"device": str(target.loaded.decoder.device), "cells": results})
 
 
-def engine_with(target: Any, folder: str, beam: int, nodes: int, rows: int) -> tuple[Any, list[float]]:
-    """Return an engine with the drafter of a folder, and a list to which milliseconds of its drafts are appended: of
-    the host on a CPU, of the device on a GPU."""
+def engine_with(target: Any, folder: str, beam: int, nodes: int, rows: int) -> tuple[Any, list[Any]]:
+    """Return an engine with the drafter of a folder, and a list to which a stopwatch of each draft is appended."""
     from paceline import build
     from paceline.config import EngineConfig, SpeculationConfig
     from paceline.drafters.block.drafter import DSparkDrafter
@@ -356,20 +357,20 @@ def engine_with(target: Any, folder: str, beam: int, nodes: int, rows: int) -> t
         (one,) = [each for each in build.make_drafters(target.loaded, speculation) if each.name == method]
         if beam == 1 and hasattr(one, "top_k"):
             one.top_k = 1  # before the engine binds it: it captures drafts of this width
-    milliseconds: list[float] = []
+    watches: list[Any] = []
     propose, on_cuda = one.propose, target.loaded.decoder.device.type == "cuda"
 
     def timed(*arguments: Any) -> Any:
         with Stopwatch(on_cuda) as watch:
             draft = propose(*arguments)
-        milliseconds.append(1e3 * watch.seconds)
+        watches.append(watch)
         return draft
 
     one.propose = timed
     config = EngineConfig(max_num_seqs=rows, max_num_batched_tokens=max(1024, 2 * (nodes + 1) * rows))
-    policy = AdaptivePolicy([one], method, nodes)
+    policy = AdaptivePolicy(method, nodes)
     loaded = target.loaded
-    return Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=[one], policy=policy), milliseconds
+    return Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=[one], policy=policy), watches
 
 
 # -- how often lookups are right, by level
