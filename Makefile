@@ -1,6 +1,7 @@
 # make demo   a fresh machine to answers, plain and drafted   make test   the gate: ruff, mypy and all tests
 # make demo PROMPT='...' asks that instead                    make quick  ruff and the core's tests, in under a minute
 # make wheel  dist/: any Python >= 3.10 on Linux, no compiler  make clean  removes .venv and everything built
+# make docs-check   every command of README and guides, for real, on smollm2 (some twenty minutes on two cores)
 # PYTHON=python3.12 make ... picks the interpreter
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins \
 # A worker for each usable core; one that has run out of tests takes over half of another's.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test quick wheel clean
+.PHONY: demo test quick docs-check wheel clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/paceline pull $(MODEL)
@@ -39,6 +40,9 @@ quick: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK) -k 'not ($(QUICK_WITHOUT))'
+
+docs-check: $(VENV)/.installed-dev
+	DOCS_CHECK=1 $(BIN)/python -m pytest tests/project/test_docs_commands.py tests/project/test_readme.py
 
 # auditwheel refuses what an older system lacks; native/glibc.h keeps it out.
 wheel: $(VENV)/.installed-dev
