@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.core.draft import Draft
+from paceline.core.device_draft import DeviceDraft
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
@@ -100,13 +100,13 @@ class Varying(FixedPolicy):
 @pytest.fixture
 def cuts(monkeypatch):
     """By draft that was begun: how many of its rows were cut."""
-    found, take = [], Draft.take
+    found, take = [], DeviceDraft.take
 
     def taking(self, rows, counts):
         found.append(sum(count < there for count, there in zip(counts, self.num_nodes[rows].tolist(), strict=True)))
         return take(self, rows, counts)
 
-    monkeypatch.setattr(Draft, "take", taking)
+    monkeypatch.setattr(DeviceDraft, "take", taking)
     return found
 
 

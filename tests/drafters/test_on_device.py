@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.core.draft import Draft, packed_to
+from paceline.core.device_draft import DeviceDraft
+from paceline.core.draft import packed_to
 from paceline.core.verdict import TokenKind, Verdict
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
@@ -274,7 +275,7 @@ class DynamicTrees(TappedDrafter):
         parents = torch.where(sure[:, None], self.shapes[0], self.shapes[1])
         counts = torch.tensor([min(row.max_nodes, 4) for row in rows])
         most = int(counts.max())
-        return Draft.device_trees(drafted[:, :most], parents[:, :most], counts, 3)
+        return DeviceDraft.trees(drafted[:, :most], parents[:, :most], counts, 3)
 
 
 def test_trees_that_only_the_device_knows_change_nothing(device, plain):

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import draft as draft_module
-from paceline.core.draft import Draft, ancestors, clamp_trees, packed_to
+from paceline.core.device_draft import DeviceDraft, clamp_trees
+from paceline.core.draft import Draft, ancestors, packed_to
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import Verdict, VerdictRow
 from paceline.engine import layout as layout_module
@@ -182,7 +183,7 @@ def test_shapes_of_large_steps_are_not_kept(monkeypatch):
 
 def test_a_verdict_of_lists_is_that_of_its_tensors():
     rows = [VerdictRow([4, 5, 6], [0, 2], [0, 0, 1]), VerdictRow([7], [], [2]), VerdictRow([8, 9], [0], [0, 2])]
-    lists = Verdict.on_host(rows, 3)
+    lists = HostVerdict.of(rows, 3)
     tensors = Verdict(**{name: getattr(lists, name) for name in ("tokens", "num_accepted", "path", "kinds")})
     assert lists.tokens.tolist() == [[4, 5, 6, -1], [7, -1, -1, -1], [8, 9, -1, -1]]
     assert lists.path.tolist() == [[0, 2, -1], [-1] * 3, [0, -1, -1]]
@@ -191,7 +192,7 @@ def test_a_verdict_of_lists_is_that_of_its_tensors():
     assert tensors.rows == rows
     assert lists.moves
     assert tensors.moves
-    assert not Verdict.on_host(rows[1:], 3).moves  # accepted nodes lie where their tokens belong
+    assert not HostVerdict.of(rows[1:], 3).moves  # accepted nodes lie where their tokens belong
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -240,7 +241,7 @@ def test_a_tree_known_on_the_device_alone_is_placed_as_the_host_would(seed, num_
     batch = make_batch(noise, num_rows, decodes=True, max_nodes=width)
     draft = make_draft(noise, num_rows, width, trees=True)
     wrong = torch.tensor([[noise.choice([0, 0, 0, -7, 9]) for _ in range(width)] for _ in range(num_rows)])
-    unknown = Draft.device_trees(draft.tokens, draft.parents + wrong, draft.num_nodes, width)
+    unknown = DeviceDraft.trees(draft.tokens, draft.parents + wrong, draft.num_nodes, width)
     unknown.validate(50)
     sound = unknown.on_host(50)
     sound.validate(50)

@@ -15,7 +15,7 @@ import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import METHODS, Draft, DrafterContext, KVSpec, TappedDrafter
+from paceline.drafters import METHODS, DeviceDraft, DrafterContext, KVSpec, TappedDrafter
 from paceline.drafters.block.config import W1, W2
 from paceline.drafters.heads.checkpoint import MedusaHead
 from paceline.drafters.heads.medusa import MedusaDrafter
@@ -213,7 +213,7 @@ class PairDrafter(TappedDrafter):
                     pair = pair % self.vocab_size * self.vocab_size + guess
                 else:
                     tokens[at, node], parents[at, node], trunk = guess, trunk, node
-        return Draft.device_trees(tokens, parents, torch.tensor([row.max_nodes for row in rows]), (width + 1) // 2)
+        return DeviceDraft.trees(tokens, parents, torch.tensor([row.max_nodes for row in rows]), (width + 1) // 2)
 
 
 @functools.lru_cache(None)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
+from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import Draft, Proposal
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.hidden_states import CAPACITY
@@ -193,4 +194,4 @@ class TapDrafter(TappedDrafter):
                 )
                 if self.malformed and noise.random() < 0.5:
                     parents[at, node], tokens[at, node] = noise.randrange(-9, 9), noise.randrange(-99, 99)
-        return Draft.device_trees(tokens, parents, torch.tensor([row.max_nodes for row in rows]), depth_bound=width)
+        return DeviceDraft.trees(tokens, parents, torch.tensor([row.max_nodes for row in rows]), depth_bound=width)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.draft import Draft, ancestors, clamp_trees
+from paceline.core.device_draft import clamp_trees
+from paceline.core.draft import Draft, ancestors
 from paceline.core.verdict import INVALID
 from paceline.engine.sampler import Sampler
 from paceline.models.backends.cpu.kernels import native_draw

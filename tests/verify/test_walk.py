@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.device_draft import DeviceDraft, merge_drafts
 from paceline.core.draft import Draft, Proposal, ancestors
 from paceline.core.rng import gumbel_from, unit_row
 from paceline.core.verdict import TokenKind
@@ -611,7 +612,7 @@ def test_merging_drafts_keeps_every_row_and_every_q():
         torch.tensor([1]),
         q=Proposal(probs=torch.rand(1, 5), row_of=torch.tensor([[0, -1]])),
     )
-    merged = Draft.merge([([4, 0], first), ([2], second), ([3], third)], batch=6, vocab_size=5)
+    merged = merge_drafts([([4, 0], first), ([2], second), ([3], third)], batch=6, vocab_size=5)
     merged.validate(5)
     assert merged.num_nodes.tolist() == [1, 0, 3, 1, 2, 0]
     assert merged.tokens.tolist()[4] == [4, 2, 0]
@@ -620,7 +621,7 @@ def test_merging_drafts_keeps_every_row_and_every_q():
     assert torch.equal(merged.q.probs[merged.q.row_of[4, 1]][ids], first.q.probs[1])
     assert torch.equal(merged.q.probs[merged.q.row_of[3, 0]], third.q.probs[0])
     assert merged.q.row_of[2].tolist() == [-1] * 4
-    alone = Draft.merge([([1, 0], first), ([2], second)], batch=3, vocab_size=5)
+    alone = merge_drafts([([1, 0], first), ([2], second)], batch=3, vocab_size=5)
     assert alone.q.probs is first.q.probs  # the very tensor that was sampled
     assert alone.q.ids is ids
 
@@ -631,9 +632,9 @@ def test_all_of_a_draft_goes_to_the_device_where_trees_of_the_device_stand_besid
     device = torch.device("meta")
     ints = torch.zeros(1, 3, dtype=torch.int64, device=device)
     q = Proposal(probs=torch.rand(2, 5, device=device), row_of=torch.tensor([[0, 1, -1]]))
-    trees = Draft.device_trees(ints, ints, torch.tensor([3]), 2, depth=ints)
-    chain = Draft.chains(ints[:, :2], torch.tensor([2]), q, tokens_on_device=True)
-    draft = Draft.merge([([0], trees), ([1], chain)], batch=2, vocab_size=5)
+    trees = DeviceDraft.trees(ints, ints, torch.tensor([3]), 2, depth=ints)
+    chain = DeviceDraft.chains(ints[:, :2], torch.tensor([2]), q)
+    draft = merge_drafts([([0], trees), ([1], chain)], batch=2, vocab_size=5)
     if placed:
         draft = draft.placed(device)
         assert draft.is_planned is False

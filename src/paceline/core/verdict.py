@@ -1,4 +1,4 @@
-"""What verification says of a step's drafts: Verdict, and UnreadVerdict while the step is under way.
+"""The tokens a step commits: Verdict, HostVerdict, and UnreadVerdict while the step is under way.
 
 Nodes are numbered as in a `Draft`.
 """
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ INVALID = -1  # in place of a token: no token can be drawn from logits that are 
 
 
 class TokenKind(IntEnum):
-    """Where a committed token came from."""
+    """The origin of a committed token."""
 
     DRAFTED = 0
     RECOVERED = 1  # drawn where every drafted child was rejected
@@ -38,7 +37,7 @@ class Logprobs:
 
 
 class VerdictRow(NamedTuple):
-    """What one row of a verdict commits, on the host."""
+    """The tokens that one row of a verdict commits, on the host."""
 
     tokens: list[int]  # the accepted ones, and one more
     path: list[int]  # the accepted nodes
@@ -47,44 +46,23 @@ class VerdictRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The tokens a step commits: each row's first num_accepted + 1. Where the last of them is INVALID, the target's
-    logits there held NaN or +inf, or nothing finite: the row's request ends with an error.
+    """The tokens a step commits: each row's first num_accepted + 1.
 
-    A verdict reached on the host has its rows as lists (`on_host`), and makes the tensors when one is first read.
+    Where the last of them is INVALID, the target's logits there held NaN or +inf, or nothing finite: the row's request
+    ends with an error.
     """
 
     tokens: Tensor  # (B, D + 1) int64, -1 beyond
     num_accepted: Tensor  # (B,) int64
     path: Tensor  # (B, D) int64, accepted nodes from the root's child down, -1 beyond
-    kinds: Tensor  # (B, D + 1) uint8, of Kind
+    kinds: Tensor  # (B, D + 1) uint8, of TokenKind
     logprobs: Logprobs | None = None
     packed: Tensor | None = None  # (bytes,) all but the logprobs, contiguous: read in one copy
     packed_rows: int = 0  # rows of `packed`, if more than these
 
-    @staticmethod
-    def on_host(rows: Sequence[VerdictRow], depth: int) -> Verdict:
-        """`depth`: how many tokens of a row could have been accepted."""
-        verdict = object.__new__(Verdict)
-        verdict.__dict__.update(rows=rows, _depth=depth)
-        return verdict
-
-    def __getattr__(self, name: str) -> Tensor:
-        if "_depth" not in self.__dict__ or name not in ("tokens", "num_accepted", "path", "kinds"):
-            raise AttributeError(name)
-        if name == "num_accepted":
-            numbers = np.array([len(row.path) for row in self.rows], np.int64)
-        else:
-            width, filler = self.__dict__["_depth"] + (name != "path"), int(TokenKind.PAD) if name == "kinds" else -1
-            numbers = np.full((len(self.rows), width), filler, np.uint8 if name == "kinds" else np.int64)
-            for into, row in zip(numbers, self.rows, strict=True):
-                part = getattr(row, name)
-                into[: len(part)] = part
-        made = self.__dict__[name] = torch.from_numpy(numbers)
-        return made
-
     @functools.cached_property
     def rows(self) -> Sequence[VerdictRow]:
-        """Of a verdict in the host's memory."""
+        """The rows of a verdict in the host's memory."""
         parts = (self.tokens, self.num_accepted, self.path, self.kinds)
         return [
             VerdictRow(tokens[: count + 1], path[:count], kinds[: count + 1])
@@ -93,7 +71,7 @@ class Verdict:
 
     @property
     def is_cuda(self) -> bool:
-        return "rows" not in self.__dict__ and self.tokens.is_cuda
+        return self.tokens.is_cuda
 
     @property
     def moves(self) -> bool:
@@ -102,7 +80,7 @@ class Verdict:
 
     @staticmethod
     def blank(batch: int, depth: int, device: torch.device, packed: Tensor | None = None) -> Verdict:
-        """A packed verdict to be filled in; or the content of `packed`."""
+        """Return a packed verdict to be filled in; or the content of `packed`."""
         places, size = Verdict.places(batch, depth)
         packed = torch.empty(size, dtype=torch.uint8, device=device) if packed is None else packed
         tokens, num_accepted, path = (packed[place].view(torch.int64) for place in places[:3])
@@ -117,7 +95,7 @@ class Verdict:
     @staticmethod
     @functools.cache
     def places(batch: int, depth: int) -> tuple[list[slice], int]:
-        """Slices of tokens, num_accepted, path and kinds in a packed verdict, and its size, in bytes.
+        """Return slices of tokens, num_accepted, path and kinds in a packed verdict, and its size, in bytes.
 
         Each is aligned to 16 bytes: Triton compiles kernels anew for unaligned pointers.
         """
@@ -128,7 +106,7 @@ class Verdict:
         return places, end
 
     def first(self, rows: int) -> Verdict:
-        """The first rows; the others stay in `packed`."""
+        """Return the first rows; the others stay in `packed`."""
         packed_rows = 0 if self.packed is None else self.packed_rows or len(self.path)
         parts = {name: getattr(self, name)[:rows] for name in ("tokens", "num_accepted", "path", "kinds")}
         logprobs = None
@@ -137,7 +115,7 @@ class Verdict:
         return Verdict(**parts, logprobs=logprobs, packed=self.packed, packed_rows=packed_rows)
 
     def pack(self) -> Tensor:
-        """All but the logprobs, contiguous."""
+        """Return all but the logprobs, contiguous."""
         if self.packed is not None:
             return self.packed
         batch, depth = self.path.shape
@@ -146,6 +124,40 @@ class Verdict:
             getattr(copy, name).copy_(getattr(self, name))
         assert copy.packed is not None
         return copy.packed
+
+
+class HostVerdict(Verdict):
+    """A verdict reached on the host: rows of lists, which makes a tensor when it is first read."""
+
+    is_cuda = False
+    _depth: int
+
+    @staticmethod
+    def of(rows: Sequence[VerdictRow], depth: int) -> HostVerdict:
+        """Return a verdict as wide as drafts of that depth."""
+        verdict = object.__new__(HostVerdict)
+        verdict.__dict__.update(rows=rows, _depth=depth)
+        return verdict
+
+    @functools.cached_property
+    def tokens(self) -> Tensor:
+        return _padded([row.tokens for row in self.rows], self._depth + 1, -1)
+
+    @functools.cached_property
+    def num_accepted(self) -> Tensor:
+        return torch.tensor([len(row.path) for row in self.rows], dtype=torch.int64)
+
+    @functools.cached_property
+    def path(self) -> Tensor:
+        return _padded([row.path for row in self.rows], self._depth, -1)
+
+    @functools.cached_property
+    def kinds(self) -> Tensor:
+        return _padded([row.kinds for row in self.rows], self._depth + 1, int(TokenKind.PAD)).to(torch.uint8)
+
+
+def _padded(rows: Sequence[list[int]], width: int, filler: int) -> Tensor:
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=torch.int64).view(len(rows), width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,5 +178,5 @@ class UnreadVerdict:
 
     @property
     def most(self) -> int:
-        """Tokens that a row may commit."""
+        """The most tokens that a row may commit."""
         return self.tokens.shape[1]

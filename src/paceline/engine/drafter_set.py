@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import AUTO
+from paceline.core.device_draft import merge_drafts
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
@@ -206,7 +207,7 @@ class DrafterSet:
                 if draft is not None:
                     parts.append(([row for row, _ in asked], draft))
         rows = len(batch.sampling)
-        return Draft.merge(parts, rows, self._vocab_size) if parts else self._empty(rows)
+        return merge_drafts(parts, rows, self._vocab_size) if parts else self._empty(rows)
 
     def begin_early(self, batch: Batch, rows: SequenceOf[tuple[int, int]], unread: UnreadVerdict | None) -> None:
         """Begin drafts behind a step under way, for rows of its batch with the nodes each may have in the next."""
@@ -269,7 +270,7 @@ class DrafterSet:
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            if any(map(operator.gt, draft.trees.num_nodes, [row.max_nodes for row in rows])):
+            if any(map(operator.gt, draft.shape.num_nodes, [row.max_nodes for row in rows])):
                 raise ValueError("more nodes than the budget of a row")
             # A draft that is only on the device is not checked: to look at its q is to wait.
             if draft.q is not None and not draft.tokens_on_device and not bool(torch.isfinite(draft.q.probs).all()):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import UNKNOWN, Draft, DraftShape
 from paceline.core.sequence import Sequence
 from paceline.engine.batch import Batch, Bools, Ints
@@ -88,7 +89,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     """Tokens the host has not seen are codes below 0: by row of the verdict the batch follows, or by node of the draft
     (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
     shape_of = _kept_shape if batch.num_tokens <= KEPT_ROWS else _shape
-    of = shape_of(batch.count.tobytes(), batch.samples.tobytes(), draft.trees, draft.max_depth)
+    of = shape_of(batch.count.tobytes(), batch.samples.tobytes(), draft.shape, draft.max_depth)
     each = (of.from_first + FOLLOWS * batch.first.take(of.owner)).astype(np.int32)
     slots, tokens = each[SLOT], each[TOKEN]
     stored = slots_of(batch.tables, of.owner, slots, block_size)
@@ -103,7 +104,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     if of.path is not None:
         path = stored.take(of.path)
         np.putmask(path, of.beyond, -1)
-        if draft.device_parents is not None:
+        if isinstance(draft, DeviceDraft) and draft.device_parents is not None:
             in_draft = draft.arrays.num_nodes
             device_trees = _device_trees(draft, of.node_rows, batch.sampled_lengths)
             unknown, depths = device_trees.numbers[:, 0], depths.copy()
@@ -249,7 +250,7 @@ def _place_trees(
     return path
 
 
-def _device_trees(draft: Draft, node_rows: Ints, length: Ints) -> DeviceTrees:
+def _device_trees(draft: DeviceDraft, node_rows: Ints, length: Ints) -> DeviceTrees:
     """Of the rows of the draft whose tree only the device knows."""
     assert draft.device_parents is not None
     rows = np.flatnonzero(draft.arrays.parents[:, 0] == UNKNOWN)

@@ -103,7 +103,5 @@ class Runner:
 
     def _soundly(self, draft: Draft) -> Draft:
         """Trees that only the device knows are placed there, where passes are captured; else they are read first."""
-        if draft.device_parents is None:
-            return draft
         vocab = self.model.config.vocab_size
         return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.repaired(vocab)

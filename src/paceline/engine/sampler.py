@@ -84,7 +84,7 @@ class Sampler:
             samplers = self._builder.samplers(sequences, req_indices)
             if samplers is not None:
                 committed = [len(one.tokens) for one in sequences] if lengths is None else lengths.tolist()
-                row_by_slot = draft.trees.logit_rows  # `row_of`
+                row_by_slot = draft.shape.logit_rows  # `row_of`
                 return walk_on_host(draft, logits, row_by_slot, draft.max_depth, samplers, committed, self._native)
         params, compiled = self._builder.params(sequences, lengths, req_indices), self._compiled.count
         simple = not params.edits and params.num_logprobs is None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, bits_of, coin_of
-from paceline.core.verdict import INVALID, TokenKind, Verdict, VerdictRow
+from paceline.core.verdict import INVALID, HostVerdict, TokenKind, VerdictRow
 from paceline.verify.processors import threshold
 from paceline.verify.sample import pick_seeded_row, sample
 
@@ -85,7 +85,7 @@ def walk_on_host(
     samplers: Sequence[TokenSampler],
     committed: Sequence[int],
     native: NativeDraw | None = None,
-) -> Verdict:
+) -> HostVerdict:
     """`walk` by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings the first is taken.
 
     By row of the draft: `row_of` its last token and of its nodes the row of logits, `samplers`, and the tokens
@@ -93,8 +93,8 @@ def walk_on_host(
     """
     rows: list[VerdictRow] = []
     by_row = None if native is None else native(logits)
-    trees = draft.trees
-    drafts = zip(row_of, draft.arrays.tokens.tolist(), trees.parents, trees.num_nodes, samplers, committed, strict=True)
+    shape = draft.shape
+    drafts = zip(row_of, draft.arrays.tokens.tolist(), shape.parents, shape.num_nodes, samplers, committed, strict=True)
     for at, drafted, parents, count, sampler, length in drafts:
         path: list[int] = []
         node, is_leaf = -1, True
@@ -109,4 +109,4 @@ def walk_on_host(
                 wanted = sampler.draw(logits, at[node + 1], length, node, len(path), by_row)
         kinds = [DRAFTED] * len(path) + [BONUS if is_leaf else RECOVERED]
         rows.append(VerdictRow([*[drafted[one] for one in path], wanted], path, kinds))
-    return Verdict.on_host(rows, max_depth)
+    return HostVerdict.of(rows, max_depth)

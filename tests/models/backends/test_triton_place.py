@@ -11,7 +11,8 @@ from tests.helpers.interpreter import require_interpreter
 
 require_interpreter()
 
-from paceline.core.draft import UNKNOWN, ancestors, clamp_trees
+from paceline.core.device_draft import clamp_trees
+from paceline.core.draft import UNKNOWN, ancestors
 from paceline.models.backends.cuda.place import place_trees
 from paceline.models.plan import DeviceTrees, PassPlan
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_K
-from paceline.core.draft import Draft
+from paceline.core.device_draft import DeviceDraft
+from paceline.core.draft import Draft, HostDraft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters import folder
@@ -243,9 +244,9 @@ class DSparkDrafter(TappedDrafter):
         counts = self._counts(rows)
         tokens, parents, depth = trees[:, :, : max(counts)]
         if self._beam == 1:
-            return Draft.chains(tokens, torch.tensor(counts), tokens_on_device=True)
+            return DeviceDraft.chains(tokens, torch.tensor(counts))
         known = depth if self._tree_kernels else None
-        return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
+        return DeviceDraft.trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 
     def _on_host(self, rows: SequenceOf[DraftRequest], trees: Ints, scores: Floats) -> Draft:
         return _drafts(trees, likely_nodes(scores, rows, self._counts(rows)), self._bound)
@@ -307,7 +308,7 @@ def _drafts(trees: Ints, counts: list[int], bound: int) -> Draft:
         trees = trees[:, :, :most]
     if min(counts) < most:
         trees = np.where(np.arange(most) < np.array(counts)[:, None], trees, PADDING)
-    return Draft.of_trees(trees, counts, bound)
+    return HostDraft.of_trees(trees, counts, bound)
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

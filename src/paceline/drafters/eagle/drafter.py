@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import Draft, packed_to
 from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.eagle.checkpoint import read
@@ -152,7 +153,7 @@ class EagleDrafter(TappedDrafter):
             counts = likely_nodes(proposed.scores.numpy(), rows, counts)
         width = max(counts)
         tokens, parents = proposed.tokens[:, :width], proposed.parents[:, :width]
-        return Draft.device_trees(tokens, parents, torch.tensor(counts), min(shape.depth, width))
+        return DeviceDraft.trees(tokens, parents, torch.tensor(counts), min(shape.depth, width))
 
     def _shape(self, nodes: int) -> TreeShape:
         return TreeShape.of(nodes, self._layer.config.vocab, self.top_k)

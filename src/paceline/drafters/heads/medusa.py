@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import MAX_K
+from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import Draft
 from paceline.drafters.base import DrafterContext, DraftRequest, digest
 from paceline.drafters.heads.checkpoint import MedusaHead, load_heads
@@ -159,12 +160,11 @@ class MedusaDrafter(TappedDrafter):
         used, depth, choice = np.arange(width) < counts[:, None], int(tree.depth[:width].max()), self._choice[:width]
         hidden = self.last_taps(req_indices, lengths)[:, 0]
         tokens = [self._ranked(part, depth)[:, choice] for part in torch.split(hidden, MOST_ROWS)]
-        return Draft(
+        return DeviceDraft(
             tokens=tokens[0] if len(tokens) == 1 else torch.cat(tokens),
             parents=torch.from_numpy(np.where(used, tree.parents[:width], -1)),
             depth=torch.from_numpy(np.where(used, tree.depth[:width], 0)),
             num_nodes=torch.from_numpy(counts),
-            tokens_on_device=True,
         )
 
     def _ranked(self, hidden: Tensor, depth: int) -> Tensor:

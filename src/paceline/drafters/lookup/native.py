@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.draft import Draft
+from paceline.core.draft import Draft, HostDraft
 from paceline.core.sequence import Sequence
 from paceline.drafters.lookup.index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints, LookupState, Memory, SuffixIndex
 from paceline.drafters.lookup.store import SuffixStore
@@ -185,9 +185,9 @@ class NativeLookup:
         if only_chains:
             depth = np.empty_like(nodes[0])
             depth[:] = np.arange(1, width + 1)
-            return Draft.of_arrays(nodes[0], depth - 2, depth, np.full(rows, width))
+            return HostDraft.of_arrays(nodes[0], depth - 2, depth, np.full(rows, width))
         tokens, parents, depth = nodes
-        return Draft.of_arrays(tokens, parents, depth, self._out[:rows].copy())
+        return HostDraft.of_arrays(tokens, parents, depth, self._out[:rows].copy())
 
     def _make_room(self, state: NativeState, length: int) -> None:
         """Make room for a text of `length` tokens."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import Draft, Proposal, packed_to
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
@@ -45,7 +46,7 @@ class SampledChains:
             (index,) = packed_to(tokens.device, torch.tensor(rows))
             tokens = tokens[index]
         q = None if self.q is None else Proposal(probs=self.q, row_of=self._row_of(rows, counts, width))
-        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), q, tokens_on_device=True)
+        return DeviceDraft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), q)
 
     def _row_of(self, rows: list[int], counts: list[int], width: int) -> Tensor:
         row_of = torch.full((len(rows), width + 1), -1)

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from paceline.config import MAX_K, TRAINED_LEVEL
+from paceline.core.device_draft import merge_drafts
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
@@ -136,7 +137,7 @@ class DraftModelDrafter:
         others = [index for index in range(len(rows)) if index not in chained]
         if others:
             parts.append((others, _with_finite_q(self._by_passes.draft([rows[index] for index in others]))))
-        return Draft.merge(parts, len(rows), self.model.config.vocab_size)
+        return merge_drafts(parts, len(rows), self.model.config.vocab_size)
 
     def _begin_early(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict) -> Draft:
         """Draft behind the tokens that a step under way commits, for rows with a draft by this drafter in that step."""
@@ -149,7 +150,7 @@ class DraftModelDrafter:
         behind = replace(after, rows=[after.rows[index] for index in at])
         drafted = self._run_chain(chain, [row.sequence for row in chained], chain_rows, behind)
         draft = drafted.chains(list(range(len(chained))), [row.max_nodes for row in chained])
-        return Draft.merge([(at, draft)], len(rows), self.model.config.vocab_size)
+        return merge_drafts([(at, draft)], len(rows), self.model.config.vocab_size)
 
     def _can_begin_early(self, row: DraftRequest) -> bool:
         """Return whether the drafter has K/V of all tokens before the step under way and drafted for the row in it:
@@ -186,7 +187,7 @@ class DraftModelDrafter:
         for sequence, count in zip(sequences, counts, strict=True):
             self._count_drafted(sequence, count)
         draft = drafted.chains(list(range(len(ready))), counts)
-        return Draft.merge([(ready, draft)], len(rows), self.model.config.vocab_size)
+        return merge_drafts([(ready, draft)], len(rows), self.model.config.vocab_size)
 
     def _count_drafted(self, sequence: Sequence, count: int) -> None:
         """Note a chain whose tokens are on the device; the K/V of all but the last are computed where slots are."""
