@@ -17,7 +17,7 @@ from paceline.core import draft as draft_module
 from paceline.core.device_draft import DeviceDraft, clamp_trees
 from paceline.core.draft import Draft, ancestors, packed_to
 from paceline.core.sequence import Sequence
-from paceline.core.verdict import Verdict, VerdictRow
+from paceline.core.verdict import HostVerdict, Verdict, VerdictRow
 from paceline.engine import layout as layout_module
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager

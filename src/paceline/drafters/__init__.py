@@ -9,7 +9,8 @@ from paceline.config import AUTO, NONE
 from paceline.drafters.methods import METHODS
 
 if TYPE_CHECKING:
-    from paceline.core.draft import Draft
+    from paceline.core.device_draft import DeviceDraft
+    from paceline.core.draft import Draft, HostDraft
     from paceline.core.verdict import UnreadVerdict
     from paceline.drafters.base import Drafter, DrafterContext, DraftRequest, HostDrafter, VerifiedDraft
     from paceline.drafters.hidden_states import TapBatch
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from paceline.models.kv_cache import KVSpec
 
 _HOMES = {
-    "Draft": "core.draft",
+    "DeviceDraft": "core.device_draft",
+    **dict.fromkeys(("Draft", "HostDraft"), "core.draft"),
     "UnreadVerdict": "core.verdict",
     **dict.fromkeys(("Drafter", "DrafterContext", "DraftRequest", "HostDrafter", "VerifiedDraft"), "drafters.base"),
     "TapBatch": "drafters.hidden_states",
@@ -28,10 +30,12 @@ __all__ = [
     "AUTO",
     "METHODS",
     "NONE",
+    "DeviceDraft",
     "Draft",
     "DraftRequest",
     "Drafter",
     "DrafterContext",
+    "HostDraft",
     "HostDrafter",
     "KVSpec",
     "TapBatch",
