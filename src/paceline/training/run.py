@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from paceline.errors import InvalidParameter
 from paceline.models.load.hub import resolve
 from paceline.models.load.loader import load_config
 from paceline.models.load.open_model import choose_device
-from paceline.models.spec import ModelConfig
 from paceline.training.acceptance import by_engine
 from paceline.training.card import write_card, write_curve
 from paceline.training.data.batch import DeviceRows
@@ -55,6 +54,13 @@ class TrainOptions:
                 raise InvalidParameter("mix", f"the weight of {name!r} must be 0 or more and finite, got {weight}")
 
 
+class TrainingTokens(NamedTuple):
+    names: list[str]  # of the sources, by index
+    sequences: Sequences  # all of them
+    learnt: Sequences  # without those held out
+    answers: Answers  # held-out answers, to measure τ on
+
+
 def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
     """Train a drafter and publish it; return its figures."""
     began = time.perf_counter()
@@ -63,34 +69,34 @@ def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
     config = load_config(path)
     if Processes.current().rank == 0:
         check_out(options.out, options.method, resume=options.resume, target=path, init_from=options.init_from)
-    plan = ResumePlan.of(options, fingerprint(path, config))
-    store = training_tokens(options, plan, config.vocab_size, report)
-    data_s = time.perf_counter() - began
 
-    sequences = store.read([shard for shards in store.shards_by_source(plan.sources) for shard in shards])
-    learnt, held_out = divided(sequences)
-    answers = answers_of(held_out if len(held_out) else learnt, MEASURED, options.length)
-    target = frozen_target(path, device)
-    built = build_trainee(options.method, trainee_context(options, target, config, learnt, answers))
-    loop = make_loop(options, plan, target, built, store, sequences, learnt, report)
+    plan = ResumePlan.of(options, fingerprint(path, config))
+    tokens = training_tokens(options, plan, config.vocab_size, report)
+    data_s = time.perf_counter() - began
+    target = FrozenTarget.for_training(path, device)
+    built = build_trainee(options.method, trainee_context(options, target, tokens))
+    loop = make_loop(options, plan, tokens, target, built, report)
     loop.forecast()
     loop.run()
     if loop.processes.rank:
         return {}
-
     figures = built.measure(loop.averaged()) if built.measure is not None else {}
     publish(options.out, lambda folder: built.trainee.save(folder, loop.averaged()))
-    method, prompts = drafting_method(options.method), [prompt for prompt, _ in answers[:PROMPTS]]
     figures |= by_engine(
-        options.target, options.out, method, prompts, nodes=built.nodes, device=options.device, report=report
+        options.target,
+        options.out,
+        drafting_method(options.method),
+        [prompt for prompt, _ in tokens.answers[:PROMPTS]],
+        nodes=built.nodes,
+        device=options.device,
+        report=report,
     )
-    write_files(options, loop, built, store, sequences, figures, data_s)
-    progress = loop.progress
-    return {"out": str(options.out), "steps": progress.step, "seconds": progress.elapsed_s, **figures}
+    write_files(options, loop, built, tokens, figures, data_s)
+    return {"out": str(options.out), "steps": loop.progress.step, "seconds": loop.progress.elapsed_s, **figures}
 
 
-def training_tokens(options: TrainOptions, plan: ResumePlan, vocab_size: int, report: Report) -> TokenStore:
-    """Return a store that holds the sources of the plan; the first process fills it."""
+def training_tokens(options: TrainOptions, plan: ResumePlan, vocab_size: int, report: Report) -> TrainingTokens:
+    """Return the tokens of the plan's sources; the first process gathers those that are missing."""
     folder, processes = options.out / TRAINING / TOKENS, Processes.current()
     names = [source.name for source in plan.sources]
     for name in options.mix or ():
@@ -111,21 +117,17 @@ def training_tokens(options: TrainOptions, plan: ResumePlan, vocab_size: int, re
                 report=report,
             )
     processes.wait_for_all()
-    return TokenStore(folder, vocab_size)
+    store = TokenStore(folder, vocab_size)
+    sequences = store.read([shard for shards in store.shards_by_source(plan.sources) for shard in shards])
+    learnt, held_out = divided(sequences)
+    answers = answers_of(held_out if len(held_out) else learnt, MEASURED, options.length)
+    return TrainingTokens(store.sources, sequences, learnt, answers)
 
 
-def frozen_target(path: Path, device: torch.device) -> FrozenTarget:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its kernels with masks have been wrong before
-    return FrozenTarget(path, device, torch.bfloat16 if on_gpu else torch.float32, compiled=on_gpu)
-
-
-def trainee_context(
-    options: TrainOptions, target: FrozenTarget, config: ModelConfig, learnt: Sequences, answers: Answers
-) -> TraineeContext:
+def trainee_context(options: TrainOptions, target: FrozenTarget, tokens: TrainingTokens) -> TraineeContext:
     def vocabulary(size: int) -> torch.Tensor:
-        return torch.from_numpy(draft_vocabulary(learnt, size, config.vocab_size, config.eos_token_ids))
+        config = target.config
+        return torch.from_numpy(draft_vocabulary(tokens.learnt, size, config.vocab_size, config.eos_token_ids))
 
     return TraineeContext(
         target=target,
@@ -135,24 +137,22 @@ def trainee_context(
         init_from=options.init_from,
         seed=options.loop.seed,
         compiled=target.device.type == "cuda",
-        answers=answers,
+        answers=tokens.answers,
     )
 
 
 def make_loop(
     options: TrainOptions,
     plan: ResumePlan,
+    tokens: TrainingTokens,
     target: FrozenTarget,
     built: BuiltTrainee,
-    store: TokenStore,
-    sequences: Sequences,
-    learnt: Sequences,
     report: Report,
 ) -> Loop:
-    rows = packed(learnt, options.length)
+    rows = packed(tokens.learnt, options.length)
     weights = None
     if options.mix is not None:
-        weights = {store.sources.index(name): weight for name, weight in options.mix.items()}
+        weights = {tokens.names.index(name): weight for name, weight in options.mix.items()}
     loop = Loop(
         built.trainee,
         target,
@@ -162,7 +162,7 @@ def make_loop(
         options.out / TRAINING,
         report=report,
         measure=built.measure,
-        settings={**plan.settings, "tokens": sequences.checksum},
+        settings={**plan.settings, "tokens": tokens.sequences.checksum},
     )
     if plan.state is not None:
         loop.resume(plan.state)
@@ -173,17 +173,16 @@ def write_files(
     options: TrainOptions,
     loop: Loop,
     built: BuiltTrainee,
-    store: TokenStore,
-    sequences: Sequences,
+    tokens: TrainingTokens,
     figures: Mapping[str, Any],
     data_s: float,
 ) -> None:
     """Write the card and the curve."""
-    progress, device = loop.progress, loop.target.device
+    progress, device, sequences = loop.progress, loop.target.device, tokens.sequences
     if progress.curve:
         progress.curve[-1].update(figures)
     write_curve(options.out, progress.curve, f"{options.method} for {options.target}")
-    counts = {name: int((sequences.source == i).sum()) for i, name in enumerate(store.sources)}
+    counts = {name: int((sequences.source == i).sum()) for i, name in enumerate(tokens.names)}
     write_card(
         options.out,
         method=options.method,

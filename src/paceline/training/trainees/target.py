@@ -117,6 +117,13 @@ class FrozenTarget:
         self._tables: Rotary = tables
         self._compiled = torch.compile(decoder_layer, dynamic=False) if compiled else decoder_layer
 
+    @staticmethod
+    def for_training(path: Path, device: torch.device) -> FrozenTarget:
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.backends.cuda.enable_cudnn_sdp(False)  # its kernels with masks have been wrong before
+        return FrozenTarget(path, device, torch.bfloat16 if on_gpu else torch.float32, compiled=on_gpu)
+
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, segments: Tensor, positions: Tensor, taps: tuple[int, ...], *, compiled: bool = True
