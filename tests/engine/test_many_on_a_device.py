@@ -12,7 +12,7 @@ from paceline.engine.policy import DraftPlan
 from paceline.engine.policy.adaptive import AdaptivePolicy, PendingPlan
 from paceline.engine.policy.priors import GPU
 from paceline.models.buckets import STEPS
-from tests.engine.policy.test_policy import DraftShape, Lookup, offers_of, plan, sequence
+from tests.engine.policy.simulation import Lookup, TreeModel, offers_of, plan, sequence
 from tests.helpers.results import ResultRow, result_of
 
 # An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.
@@ -32,7 +32,7 @@ class Serving:
         """`draft_ms`: of a draft, 0: as measured; `slow`: turns of a step that takes four times as long."""
         self.count, self.slow, self.rng = count, slow, random.Random(seed)
         seconds = 1e-3 * (draft_ms or 0.74 + 0.028 * count)
-        self.drafter = DraftShape(seconds=seconds, first=first, falls=0.9, seed=seed)
+        self.drafter = TreeModel(seconds=seconds, first=first, falls=0.9, seed=seed)
         self.drafters = [self.drafter, Lookup("lookup", 0.3, level=1)]
         self.policy = AdaptivePolicy("auto", prior=replace(GPU, padded_to=STEPS))
         self.sequences = [sequence(f"s{at}") for at in range(count)]
