@@ -78,28 +78,28 @@ def test_every_row_matches_the_definition(seed, num_rows, width, decodes, trees)
             assert row_at(layout, at) == (tokens[position], position, written, index, position + 1, [])
             at += 1
         if not row.samples:
-            assert layout.num_nodes[index] == 0
+            assert layout.shape.num_nodes[index] == 0
             continue
         which, length = sampled.index(index), len(tokens)
         parents, depth = draft.parents[which].tolist(), draft.depth[which].tolist()
-        count = layout.num_nodes[index]
+        count = layout.shape.num_nodes[index]
         is_chain = parents[:count] == list(range(-1, count - 1))
         paths = {-1: []}
-        assert layout.logit_rows[logits] == at - 1
-        assert layout.logit_row_of[which].tolist() == [logits + i if i <= count else -1 for i in range(width + 1)]
+        assert layout.shape.logit_rows[logits] == at - 1
+        assert layout.shape.logit_row_of[which].tolist() == [logits + i if i <= count else -1 for i in range(width + 1)]
         for node in range(count):
             own, position = slot(row.sequence, length + node, BLOCK), length - 1 + depth[node]
             paths[node] = [*paths[parents[node]], own]
             seen = (position + 1, []) if is_chain else (length, paths[node])
             assert row_at(layout, at) == (int(draft.tokens[which, node]), position, own, index, *seen)
-            assert layout.logit_rows[logits + node + 1] == at
+            assert layout.shape.logit_rows[logits + node + 1] == at
             at += 1
         assert layout.depths[index] == max(depth[:count], default=0)
-        assert layout.begin[index] == at - count - row.count
+        assert layout.shape.begin[index] == at - count - row.count
         logits += count + 1
         if not is_chain:
             branches.append([which, *(slot(row.sequence, length + node, BLOCK) for node in range(count))])
-    assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
+    assert (len(layout.tokens), len(layout.shape.logit_rows)) == (at, logits)
     assert [of[: len(own)] for of, own in zip(layout.tree_slots.tolist(), branches, strict=True)] == branches
     assert layout.is_tree == bool(branches)
     assert plan.max_len == int(plan.reach.max())
@@ -170,15 +170,15 @@ def test_shapes_of_large_steps_are_not_kept(monkeypatch):
     """Each may take megabytes, and they rarely come again."""
     noise = random.Random(1)
     batch, draft = make_batch(noise, 4, decodes=True, max_nodes=6), make_draft(noise, 4, 6, trees=True)
-    layout_module._kept_shape.cache_clear()
+    layout_module.cached_shape.cache_clear()
     kept = lay_out(batch, draft, BLOCK)
     assert lay_out(batch, draft, BLOCK).shape is kept.shape
-    monkeypatch.setattr(layout_module, "KEPT_ROWS", batch.num_tokens - 1)
+    monkeypatch.setattr(layout_module, "CACHED_ROWS", batch.num_tokens - 1)
     large = lay_out(batch, draft, BLOCK)
     assert large.shape is not kept.shape
     assert np.array_equal(large.plan.host.each, kept.plan.host.each)
     assert np.array_equal(large.plan.host.path, kept.plan.host.path)
-    assert layout_module._kept_shape.cache_info().currsize == 1
+    assert layout_module.cached_shape.cache_info().currsize == 1
 
 
 def test_a_verdict_of_lists_is_that_of_its_tensors():
@@ -253,7 +253,7 @@ def test_a_tree_known_on_the_device_alone_is_placed_as_the_host_would(seed, num_
     assert torch.equal(filled_in(layout.tokens, draft.tokens.flatten()), expected.tokens)
     assert layout.tokens_on_device == (layout.plan.trees is None)
     placed = placed_on_the_device(layout.plan)
-    nodes = [row for row in range(len(expected.tokens)) if row not in layout.begin.tolist()]
+    nodes = [row for row in range(len(expected.tokens)) if row not in layout.shape.begin.tolist()]
     if expected.is_tree:
         for name in ("positions", "reach", "slots", "sequence"):
             assert torch.equal(getattr(placed, name)[nodes], getattr(expected.plan, name)[nodes]), name

@@ -80,7 +80,11 @@ class Committer:
     def _add_drafts(flight: InFlightStep, result: StepResult, accepted_of: list[int]) -> None:
         verdict_copy, layout, drafts, rows = flight.verdict_copy, flight.layout, flight.batch.drafts, result.rows
         assert verdict_copy is not None
-        sampling, nodes, depths = flight.batch.sampling.tolist(), layout.num_nodes.tolist(), layout.depths.tolist()
+        sampling, nodes, depths = (
+            flight.batch.sampling.tolist(),
+            layout.shape.num_nodes.tolist(),
+            layout.depths.tolist(),
+        )
         for at, row in enumerate(rows):
             index = sampling[row]
             if nodes[index]:

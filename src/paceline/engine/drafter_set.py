@@ -294,7 +294,7 @@ class DrafterSet:
         batch, layout, verdict = flight.batch, flight.layout, flight.verdict
         chunks: list[PromptChunk] = []
         for index in batch.chunks:
-            sequence, begin = batch.sequences[index], int(layout.begin[index])
+            sequence, begin = batch.sequences[index], int(layout.shape.begin[index])
             first, count, samples = int(batch.first[index]), int(batch.count[index]), bool(batch.samples[index])
             if count > samples:  # the token after the last one is the verdict's, where the row samples
                 chunks.append(PromptChunk(sequence, first, count - samples, begin))
@@ -311,7 +311,7 @@ class DrafterSet:
             for drafter in working:
                 self._safely(drafter, drafter.before_store, sequences, most)
             if taps.is_cpu:
-                numbers = batch.sampled_lengths.tolist(), layout.node_rows.tolist()
+                numbers = batch.sampled_lengths.tolist(), layout.shape.node_rows.tolist()
                 rows = map(CommittedRow, req_indices, *numbers, verdict.rows)
                 self._ring.store_on_host(rows, taps, 1 + max(req_indices))
             elif flight.unread is not None:

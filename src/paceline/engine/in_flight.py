@@ -13,8 +13,8 @@ from paceline.core.draft import Draft, packed_to
 from paceline.core.sequence import Sequence, TokenLogprobs
 from paceline.core.verdict import Logprobs, UnreadVerdict, Verdict
 from paceline.engine.batch import Batch
-from paceline.engine.layout import Layout
-from paceline.engine.prompt_logprobs import PromptLogprobs, logprob_entries
+from paceline.engine.layout import PassLayout
+from paceline.engine.sampler import PromptLogprobs, logprob_entries
 from paceline.platform.staging import Staging
 
 
@@ -83,7 +83,7 @@ class InFlightStep:
     """A step under way; reading its verdict is the step's one copy from the device."""
 
     batch: Batch
-    layout: Layout
+    layout: PassLayout
     draft: Draft
     verdict: Verdict | None  # None: no row sampled
     verdict_copy: VerdictCopy | None
@@ -105,7 +105,7 @@ class InFlightStep:
         unread = UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=rows)
         if not self.begins:
             return unread
-        columns = batch.sampled_lengths, self.layout.node_rows, batch.sampled_req_indices
+        columns = batch.sampled_lengths, self.layout.shape.node_rows, batch.sampled_req_indices
         length, node_row, req_index = packed_to(tokens.device, *(torch.from_numpy(column) for column in columns))
         return replace(unread, length=length, node_row=node_row, req_index=req_index)
 

@@ -1,9 +1,9 @@
 """From sequences and drafts to the flat rows of one target pass, on the host; the model takes them to its device.
 
 Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j
-of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1
-+ depth: in a chain that is the same. A tree that only the device knows is laid out all but its positions, paths and
-tokens, which are written into the pass on the device (`models.plan.DeviceTrees`).
+of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and has position L - 1 +
+depth, which in a chain is L + j too. Positions, paths and tokens of a tree that only the device knows are written into
+the pass on the device (`models.plan.DeviceTrees`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan, sl
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, REACH, OWNER, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
-KEPT_ROWS = 4096  # of passes whose shapes are kept: a hundred larger ones with trees would take gigabytes
-FOLLOWS = np.array([[1], [1], [1], [1], [0], [0]])  # those that count from a sequence's first token in the pass
+CACHED_ROWS = 4096  # rows; passes up to it have their shapes cached: a hundred larger ones with trees take gigabytes
+FOLLOWS = np.array([[1], [1], [1], [1], [0], [0]])  # rows of a plan that count from a sequence's first position
 
 
 class PromptRows(NamedTuple):
-    """Rows of the pass that predict the prompt tokens [first, first + size) of a sequence that asks how likely they
-    are; `row` is the first of them, which computes token `first` - 1."""
+    """Rows of the pass that predict the prompt tokens [first, first + size) of a sequence that asks for their logprobs;
+    `row` is the first of them, which computes token `first` - 1."""
 
     sequence: Sequence
     first: int
@@ -39,39 +39,34 @@ class PromptRows(NamedTuple):
     row: int
 
 
+class LayoutShape(NamedTuple):
+    """The part of a layout that depends on row counts and draft shapes only; cached, and never written to."""
+
+    owner: Ints  # (M,) row of the batch
+    from_first: Ints  # (6, M) the numbers of a plan, from the first token of each row's sequence in the pass
+    own: Ints  # rows of the pass that are no nodes
+    nodes: Ints  # rows of the pass that are nodes
+    used: Ints  # their indices in the (B, N) tokens of a draft
+    num_nodes: Ints  # by row of the batch
+    depths: Ints  # by row of the batch: of its deepest node
+    begin: Ints  # by row of the batch: its first row of the pass
+    node_rows: Ints  # by row that samples: the row of its first node
+    logit_rows: Tensor  # rows whose logits are verified: each sampling sequence's last token and all its nodes
+    logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1: padding
+    no_path: Int32s  # (M, 0)
+    path: Ints | None  # (M, D) rows of the pass: a node's ancestors and itself, -1 beyond; None: no draft branches
+    beyond: Bools  # (M, D)
+    trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
+
+
 @dataclass
-class Layout:
-    tokens: Tensor  # (M,); -1 - u: token u of those the host has not seen
-    tokens_on_device: bool  # such codes are left to fill in, beside those of trees that only the device knows
+class PassLayout:
+    tokens: Tensor  # (M,); -1 - u: token u of those that only the device knows
+    tokens_on_device: bool  # some token is such a code, in rows other than trees that only the device knows
     plan: PassPlan
-    prompts: list[PromptRows]  # rows whose logits are only looked at
+    prompts: list[PromptRows]
     depths: Ints  # by row of the batch: of its deepest node; a bound, where only the device knows
-    shape: _Shape
-
-    @property
-    def logit_rows(self) -> Tensor:
-        """Rows whose logits are verified: each sampling sequence's last token and all its nodes."""
-        return self.shape.logit_rows
-
-    @property
-    def logit_row_of(self) -> Tensor:
-        """(B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding."""
-        return self.shape.logit_row_of
-
-    @property
-    def num_nodes(self) -> Ints:
-        """By row of the batch."""
-        return self.shape.num_nodes
-
-    @property
-    def begin(self) -> Ints:
-        """By row of the batch: where its rows of the pass begin."""
-        return self.shape.begin
-
-    @property
-    def node_rows(self) -> Ints:
-        """By row that samples: where the rows of its nodes begin."""
-        return self.shape.node_rows
+    shape: LayoutShape
 
     @property
     def is_tree(self) -> bool:
@@ -85,66 +80,45 @@ class Layout:
         return torch.from_numpy(np.column_stack((trees[:, 0], slots[trees[:, 1:]])))
 
 
-def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
-    """Tokens the host has not seen are codes below 0: by row of the verdict the batch follows, or by node of the draft
-    (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
-    shape_of = _kept_shape if batch.num_tokens <= KEPT_ROWS else _shape
-    of = shape_of(batch.count.tobytes(), batch.samples.tobytes(), draft.shape, draft.max_depth)
-    each = (of.from_first + FOLLOWS * batch.first.take(of.owner)).astype(np.int32)
+def lay_out(batch: Batch, draft: Draft, block_size: int) -> PassLayout:
+    """Return the pass of a batch and its draft. Tokens that only the device knows are codes below 0: by row of the
+    verdict that the batch follows, or by node of the draft (B, N); a batch that follows an unread verdict has no draft.
+    """
+    make = cached_shape if batch.num_tokens <= CACHED_ROWS else layout_shape
+    shape = make(batch.count.tobytes(), batch.samples.tobytes(), draft.shape, draft.max_depth)
+    each = (shape.from_first + FOLLOWS * batch.first.take(shape.owner)).astype(np.int32)
     slots, tokens = each[SLOT], each[TOKEN]
-    stored = slots_of(batch.tables, of.owner, slots, block_size)
+    stored = slots_of(batch.tables, shape.owner, slots, block_size)
     if not batch.only_decodes:  # shared tokens that are computed once more are not written
-        stored[slots < np.array([sequence.num_cached for sequence in batch.sequences])[of.owner]] = -1
+        stored[slots < np.array([sequence.num_cached for sequence in batch.sequences])[shape.owner]] = -1
     slots[:] = stored
-    tokens[of.own] = _own_tokens(batch)
-    path, depths, device_trees = of.no_path, of.depths, None
+    tokens[shape.own] = _own_tokens(batch)
+    path, depths, device_trees = shape.no_path, shape.depths, None
     tokens_on_device = draft.tokens_on_device and draft.width > 0
     if draft.width:
-        tokens[of.nodes] = -1 - of.used if draft.tokens_on_device else draft.arrays.tokens.take(of.used)
-    if of.path is not None:
-        path = stored.take(of.path)
-        np.putmask(path, of.beyond, -1)
+        tokens[shape.nodes] = -1 - shape.used if draft.tokens_on_device else draft.arrays.tokens.take(shape.used)
+    if shape.path is not None:
+        path = stored.take(shape.path)
+        np.putmask(path, shape.beyond, -1)
         if isinstance(draft, DeviceDraft) and draft.device_parents is not None:
             in_draft = draft.arrays.num_nodes
-            device_trees = _device_trees(draft, of.node_rows, batch.sampled_lengths)
+            device_trees = _device_trees(draft, shape.node_rows, batch.sampled_lengths)
             unknown, depths = device_trees.numbers[:, 0], depths.copy()
             depths[batch.sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
             tokens_on_device = len(unknown) < int(np.count_nonzero(in_draft))
     host = HostPlan(each, path, batch.tables, known := torch.from_numpy(tokens))
     longest = int(np.maximum.reduce(each[REACH], initial=0)) + (0 if device_trees is None else device_trees.max_depth)
-    return Layout(
+    return PassLayout(
         tokens=known,
         tokens_on_device=tokens_on_device,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
-        prompts=[] if batch.only_decodes else _prompt_rows(batch, of.begin),
+        prompts=[] if batch.only_decodes else _prompt_rows(batch, shape.begin),
         depths=depths,
-        shape=of,
+        shape=shape,
     )
 
 
-class _Shape(NamedTuple):
-    """What of a layout depends on numbers of tokens and on the shapes of drafts alone: steps have the same again and
-    again."""
-
-    owner: Ints  # (M,) row of the batch
-    from_first: Ints  # (6, M) the numbers of a plan, from the first token of each row's sequence in the pass
-    own: Ints  # rows of the pass that are no nodes, and those that are
-    nodes: Ints
-    used: Ints  # which of the (B, N) tokens of a draft are those
-    num_nodes: Ints  # by row of the batch
-    depths: Ints  # by row of the batch
-    begin: Ints
-    node_rows: Ints
-    logit_rows: Tensor
-    logit_row_of: Tensor
-    no_path: Int32s  # (M, 0)
-    path: Ints | None  # (M, D) rows of the pass: a node's ancestors and itself, -1 beyond; None: no draft branches
-    beyond: Bools  # (M, D)
-    trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
-
-
-def _shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: int) -> _Shape:
-    """Never written to: it serves many steps."""
+def layout_shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: int) -> LayoutShape:
     count, sampling = np.frombuffer(counts, np.int64), np.flatnonzero(np.frombuffer(samples, np.bool_))
     parent, depth, drafted, width = drafts.parent, drafts.depth, drafts.count, drafts.parent.shape[1]
     num_nodes, deepest = np.zeros_like(count), np.zeros_like(count)
@@ -173,7 +147,7 @@ def _shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: int) ->
         at[used] = nodes
         trees = np.column_stack((np.flatnonzero(branching), at[branching]))
         path = _place_trees(from_first, parent, depth, used & branching[:, None], at, count[sampling], max_depth)
-    return _Shape(
+    return LayoutShape(
         owner=owner,
         from_first=from_first,
         own=own,
@@ -192,27 +166,26 @@ def _shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: int) ->
     )
 
 
-_kept_shape = functools.lru_cache(128)(_shape)
+cached_shape = functools.lru_cache(128)(layout_shape)
 
 
 def filled_in(codes: Tensor, tokens_on_device: Tensor) -> Tensor:
-    """Tokens of a layout, on the device: code -1 - u stands for the u-th of those the host has not seen (U,)."""
+    """Return the tokens of a layout on the device: code -1 - u is replaced by token u of `tokens_on_device` (U,)."""
     return torch.where(codes < 0, tokens_on_device[(-1 - codes).clamp_min(0)], codes)
 
 
 def _prompt_rows(batch: Batch, begin: Ints) -> list[PromptRows]:
-    asking = [index for index in batch.chunks if batch.sequences[index].lacks_prompt_logprobs]
     parts = []
-    for index in asking:
+    for index in batch.chunks:
         sequence, first = batch.sequences[index], int(batch.first[index])
-        count = min(first + int(batch.count[index]), sequence.num_prompt - 1) - first
-        if count > 0:
+        count = min(int(batch.ends[index]), sequence.num_prompt - 1) - first
+        if sequence.lacks_prompt_logprobs and count > 0:
             parts.append(PromptRows(sequence, first + 1, count, int(begin[index])))
     return parts
 
 
 def _own_tokens(batch: Batch) -> Any:
-    """Of all rows that are no nodes; a token of an unread verdict is a code."""
+    """Return the tokens of all rows that are no nodes; one of an unread verdict is a code."""
     token_source = batch.token_source
     if token_source is not None and batch.only_decodes and token_source.min() >= 0:
         return -1 - token_source
@@ -230,11 +203,11 @@ def _own_tokens(batch: Batch) -> Any:
 def _place_trees(
     from_first: Ints, parents: Ints, depths: Ints, used: Bools, at: Ints, length: Ints, max_depth: int
 ) -> Ints:
-    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, max_depth)
-    the rows that compute these.
+    """Write the numbers of trees' nodes, and return their paths (M, max_depth): the rows that compute a node's drafted
+    ancestors, which it reads by slot. Committed tokens are read through the block table.
 
-    In a chain every ancestor lies where the block table says, so the rows of chains stand already. `used` (B, N): nodes
-    of trees; `at` (B, N): rows of the pass; `length` (B,) of the sequences, from the first token in the pass.
+    Nodes of a chain need no path: the block table lists their ancestors. `used` (B, N): nodes of trees; `at` (B, N):
+    rows of the pass; `length` (B,) of the sequences, from the first token in the pass.
     """
     tree, node = np.nonzero(used)
     rows, depth = at[tree, node], depths[tree, node]
@@ -251,7 +224,7 @@ def _place_trees(
 
 
 def _device_trees(draft: DeviceDraft, node_rows: Ints, length: Ints) -> DeviceTrees:
-    """Of the rows of the draft whose tree only the device knows."""
+    """Return the rows of the draft whose tree only the device knows."""
     assert draft.device_parents is not None
     rows = np.flatnonzero(draft.arrays.parents[:, 0] == UNKNOWN)
     numbers = np.column_stack((rows, node_rows[rows], draft.arrays.num_nodes[rows], length[rows])).astype(np.int32)
@@ -259,7 +232,7 @@ def _device_trees(draft: DeviceDraft, node_rows: Ints, length: Ints) -> DeviceTr
 
 
 def _logit_row_of(used: Bools) -> Ints:
-    """(B, N + 1): rows of logits lie in order of sequence and slot."""
+    """Return (B, N + 1) the row of logits by slot; rows are in order of sequence and slot."""
     batch, width = used.shape
     slots = np.ones((batch, width + 1), np.bool_)
     slots[:, 1:] = used

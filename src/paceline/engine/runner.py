@@ -1,7 +1,8 @@
-"""One flight: one target pass over everything scheduled, verification, accepted paths moved into place, taps gathered.
+"""The launch of one step: one target pass over everything scheduled, verification, accepted paths moved into place,
+taps gathered. Plain decoding is the empty draft.
 
-Plain decoding is the empty draft. Nothing here waits for the device: a verdict is copied to the host behind the
-flight, and `VerdictCopy` waits for it when the engine reads it.
+Nothing in this file waits for the device: a verdict is copied to the host behind the step, and `VerdictCopy` waits for
+it when the engine reads it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep, VerdictCopy
 from paceline.engine.layout import filled_in, lay_out
 from paceline.engine.policy import DEEPEST
-from paceline.engine.prompt_logprobs import look_at_prompts, moved_to_front, rows_with_logits
-from paceline.engine.sampler import Sampler
+from paceline.engine.sampler import Sampler, look_at_prompts, moved_to_front, rows_with_logits
 from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.warmup import verifying
 from paceline.platform.staging import Staging
 
-Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
-UNREAD = 4  # verdicts under way or still looked at, at most
+Q_ROWS = 512  # rows of q of a captured verification; each takes the memory of a row of the vocabulary
+UNREAD = 4  # verdicts under way or still in use, at most
 
 
 class Runner:
@@ -35,7 +35,7 @@ class Runner:
         self._staging = Staging(model.device, UNREAD)
 
     def prepare(self, most_sequences: int, most_rows: int) -> None:
-        """Compile and capture beforehand what steps would wait for when they first come, where that is so."""
+        """Compile and capture all that steps would otherwise wait for when they first need it."""
         trees = any(drafter.trees for drafter in self.drafters.drafters)
         deepest = DEEPEST if self.drafters.drafters else 0
         shapes = verifying(most_sequences, most_rows, deepest, MAX_K if trees else deepest)
@@ -49,13 +49,15 @@ class Runner:
 
     @property
     def late_captures(self) -> int:
-        """What steps have waited for because no warm-up met it."""
+        """Passes captured and kernels compiled in steps, which waited for them."""
         graphs = getattr(self.model, "graphs", None)
         return self.sampler.late_captures + (0 if graphs is None else graphs.late_captures)
 
     def launch(self, batch: Batch, draft: Draft, after: InFlightStep | None = None) -> InFlightStep:
-        """`after`: rows of the batch take tokens from its unread verdict."""
-        draft = self._soundly(draft)
+        """Launch a step; `after`: the step whose unread verdict has tokens of its rows."""
+        # Trees that only the device knows stay there where passes are captured; else they are read first.
+        captured, vocab_size = getattr(self.model, "graphs", None) is not None, self.model.config.vocab_size
+        draft = draft.repaired(vocab_size) if captured else draft.on_host(vocab_size)
         layout = lay_out(batch, draft, self.cache.block_size)
         tokens_on_device = draft.tokens.flatten() if layout.tokens_on_device else None
         if after is not None and after.unread is not None:
@@ -67,41 +69,34 @@ class Runner:
         rows = rows_with_logits(layout)
         output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        time_is_typical, verdict, verdict_copy, logits, prompts = (
+        time_is_typical, logits, prompts, verdict, verdict_copy = (
             output.time_is_typical,
-            None,
-            None,
             output.logits,
             None,
+            None,
+            None,
         )
-        if layout.prompts:  # more logits than such a pass computes otherwise: no measure for others
+        if layout.prompts:  # such a pass computes more logits than others, so its time is not typical
             prompts, time_is_typical = look_at_prompts(layout, rows, logits), False
-            logits = moved_to_front(logits, torch.searchsorted(rows, layout.logit_rows))
+            logits = moved_to_front(logits, torch.searchsorted(rows, layout.shape.logit_rows))
         if len(batch.sampling):
             verdict = self.sampler.verify(
                 batch.sampled_sequences,
                 draft,
                 logits,
-                layout.logit_row_of,
+                layout.shape.logit_row_of,
                 lengths=batch.sampled_lengths,
                 req_indices=batch.sampled_req_indices,
             )
-            verdict_copy, time_is_typical = (
-                VerdictCopy(verdict, self._staging),
-                time_is_typical and self.sampler.time_is_typical,
-            )
+            verdict_copy = VerdictCopy(verdict, self._staging)
+            time_is_typical = time_is_typical and self.sampler.time_is_typical
             if layout.is_tree and verdict.moves:
-                # The slots are still the sequences' own, also of those that end here.
+                # The slots are still the sequences' own, also of those that end in this step.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
-        begins = output.taps is not None or bool(self.drafters.begins)
+        begins, ahead = output.taps is not None or bool(self.drafters.begins), after is not None
         flight = InFlightStep(
-            batch, layout, draft, verdict, verdict_copy, model_s, time_is_typical, after is not None, prompts, begins
+            batch, layout, draft, verdict, verdict_copy, model_s, time_is_typical, ahead, prompts, begins
         )
         if output.taps is not None:
             self.drafters.gather(flight, output.taps)
         return flight
-
-    def _soundly(self, draft: Draft) -> Draft:
-        """Trees that only the device knows are placed there, where passes are captured; else they are read first."""
-        vocab = self.model.config.vocab_size
-        return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.repaired(vocab)

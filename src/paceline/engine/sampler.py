@@ -1,4 +1,5 @@
-"""Verification as the engine calls it: the parameters of each sequence, and the row of logits of each node.
+"""Verification as the engine calls it: the parameters of each sequence, and the row of logits of each node; and the
+logprobs of prompts, whose rows of logits are computed beside those that are verified.
 
 On a CPU the common step is walked on the host. On a CUDA device a step is one replay of a graph captured at start-up
 (verify/cuda/graphs.py): penalties, biases and bans change the logits before it, log-probabilities are taken after it.
@@ -8,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft, packed_to
-from paceline.core.sequence import Sequence
-from paceline.core.verdict import Verdict
+from paceline.core.sequence import Sequence, TokenLogprobs
+from paceline.core.verdict import Logprobs, Verdict
+from paceline.engine.layout import PassLayout, PromptRows
 from paceline.models import kernels
 from paceline.platform.cuda_graph import CompileCounter
 from paceline.platform.staging import Staging
-from paceline.verify import Nodes, edit, verify, with_logprobs
+from paceline.verify import Nodes, edit, logprobs_at, verify, with_logprobs
 from paceline.verify.cuda.graphs import GraphCache, StepKey
 from paceline.verify.host import walk_on_host
 from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, BatchParams, Ints, SamplingMetadataBuilder
@@ -33,12 +36,7 @@ class Sampler:
     where they serve."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        device: torch.device,
-        *,
-        verifier: Verify | None = None,
+        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device, *, verifier: Verify | None = None
     ) -> None:
         self._device, self._on_host, self._verifier = device, device.type == "cpu", verifier
         self._native = kernels.draw_of(device)
@@ -71,11 +69,9 @@ class Sampler:
         lengths: Ints | None = None,
         req_indices: Ints | None = None,
     ) -> Verdict:
-        """`row_of` (B, N + 1): the row of logits of the last token (0) and of each node (i + 1); they lie in order.
-
-        `row_of` and the draft's `num_nodes` lie on the host; its tokens and trees may lie on the device. `lengths` of
-        the sequences, where they have tokens that the host has not read. `req_indices` of sequences that were admitted.
-        """
+        """Return the verdict on a draft. `row_of` (B, N + 1), on the host: the row of logits of the last token (0) and
+        of each node (i + 1), in order; `lengths` of sequences with tokens that the host has not read; `req_indices` of
+        sequences that were admitted."""
         draft = draft.placed(self._device)
         if self._verifier is not None:  # it may stand in for a sampler that `joined` was called on
             params = self._builder.params(sequences, lengths)
@@ -101,8 +97,8 @@ class Sampler:
 
     @torch.inference_mode()
     def warmup(self, logits: Tensor, sequences: int, rows: int, *, q_rows: int = 0) -> None:
-        """Compile, several kernels at a time, and capture what steps of up to so many sequences and rows of logits
-        take, with up to `q_rows` rows of q. `logits`: the whole buffer that passes leave theirs in."""
+        """Compile kernels, several at a time, and capture the verification of steps of at most `sequences`, `rows` of
+        logits and `q_rows` of q. `logits`: the whole buffer that passes write to."""
         self._graphs.prepare(logits, sequences, rows, q_rows)
         if logits.is_cuda:
             from paceline.platform.triton import parallel_compile
@@ -118,8 +114,8 @@ class Sampler:
         return self._graphs.verify(key, np.vstack((params.columns[:SENT], params.lengths)), draft, row_of)
 
     def _edited(self, key: StepKey, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
-        """The graph reads logits from the buffer of the pass, so edited logits are written there until it has run."""
-        raw, (_, there, nodes) = None, self._on_device(params, draft, row_of)
+        """Verify edited logits, which are written to the buffer of the pass until the graph has read them."""
+        raw, (_, rows, nodes) = None, self._on_device(params, draft, row_of)
         if params.edits:
             raw = logits.clone()
             logits.copy_(edit(raw, self._builder.edits(params, self._builder.masks(params, draft)), nodes))
@@ -127,22 +123,76 @@ class Sampler:
         if raw is not None:
             logits.copy_(raw)
         wanted = params.num_logprobs
-        return verdict if wanted is None else with_logprobs(verdict, logits, there, wanted, draft.max_depth)
+        return verdict if wanted is None else with_logprobs(verdict, logits, rows, wanted, draft.max_depth)
 
     def _uncaptured(
         self, verifier: Verify, params: BatchParams, draft: Draft, logits: Tensor, row_of: Tensor
     ) -> Verdict:
         metadata, draws = self._builder.build(params, self._builder.masks(params, draft))
-        on_device, there, nodes = self._on_device(params, draft, row_of)
+        on_device, rows, nodes = self._on_device(params, draft, row_of)
         options = {"max_depth": draft.max_depth, "num_logprobs": params.num_logprobs}
-        return verifier(on_device, logits, there, nodes, metadata, draws, **options)
+        return verifier(on_device, logits, rows, nodes, metadata, draws, **options)
 
     def _on_device(self, params: BatchParams, draft: Draft, row_of: Tensor) -> tuple[Draft, Tensor, Nodes]:
-        """Draft, rows and nodes where the logits are. Only penalties and bad words look at the path of a node."""
+        """Return draft, rows and nodes on the device of the logits; only penalties and bad words read nodes' paths."""
         if not draft.width:
-            (there,) = packed_to(self._device, row_of)
-            return draft.to(self._device), there, Nodes.roots(draft.batch, self._device)
-        seq, slots = np.nonzero(row_of.numpy() >= 0)  # rows lie in order of sequence and slot
+            (rows,) = packed_to(self._device, row_of)
+            return draft.to(self._device), rows, Nodes.roots(draft.batch, self._device)
+        seq, slots = np.nonzero(row_of.numpy() >= 0)  # rows are in order of sequence and slot
         deepest, draft = draft.max_depth, draft.to(self._device)
-        there, owner, node = packed_to(self._device, row_of, torch.from_numpy(seq), torch.from_numpy(slots - 1))
-        return draft, there, Nodes.of(draft, owner, node, deepest, with_path=bool(params.extra & PATHS))
+        rows, owner, node = packed_to(self._device, row_of, torch.from_numpy(seq), torch.from_numpy(slots - 1))
+        return draft, rows, Nodes.of(draft, owner, node, deepest, with_path=bool(params.extra & PATHS))
+
+
+@dataclass
+class PromptLogprobs:
+    """The logprobs of prompt tokens of a pass, on the device until they are handed out."""
+
+    rows: list[PromptRows]
+    logprobs: Logprobs  # of the rows of all, in order
+
+    def hand_out(self) -> None:
+        """Append them to their sequences; tokens computed again after a preemption are left out."""
+        on_host, at = Logprobs(**{name: part.cpu() for name, part in vars(self.logprobs).items()}), 0
+        for sequence, first, count, _ in self.rows:
+            part = Logprobs(**{name: values[at : at + count] for name, values in vars(on_host).items()})
+            at += count
+            known, most = sequence.prompt_logprobs, sequence.params.prompt_logprobs or 0
+            assert known is not None
+            assert len(known) >= first - 1, "a part of the prompt was never computed"
+            known += logprob_entries(part, sequence.tokens[first : first + count], most)[len(known) - first + 1 :]
+
+
+def rows_with_logits(layout: PassLayout) -> Tensor:
+    """Return the rows of the pass whose logits are computed, in order."""
+    if not layout.prompts:
+        return layout.shape.logit_rows
+    of_prompts = [torch.arange(part.row, part.row + part.size) for part in layout.prompts]
+    return torch.cat([layout.shape.logit_rows, *of_prompts]).sort().values
+
+
+def look_at_prompts(layout: PassLayout, rows: Tensor, logits: Tensor) -> PromptLogprobs:
+    """Return the logprobs of prompt tokens, from `logits` of the `rows` of the pass."""
+    at = [torch.arange(count) + torch.searchsorted(rows, row) for _, _, count, row in layout.prompts]
+    expected = [token for one, first, size, _ in layout.prompts for token in one.tokens[first : first + size]]
+    index, chosen = packed_to(logits.device, torch.cat(at), torch.tensor(expected))
+    most = max(part.sequence.params.prompt_logprobs or 0 for part in layout.prompts)
+    return PromptLogprobs(layout.prompts, logprobs_at(logits, index, chosen, most))
+
+
+def moved_to_front(logits: Tensor, rows: Tensor) -> Tensor:
+    """Move rows of logits to where captured verification reads them: the beginning of the buffer."""
+    (index,) = packed_to(logits.device, rows)
+    logits[: len(rows)] = logits[index]
+    return logits[: len(rows)]
+
+
+def logprob_entries(logprobs: Logprobs, tokens: list[int], most: int) -> list[TokenLogprobs]:
+    """Return an entry for each of the first places of one row, where these tokens were chosen."""
+    count = len(tokens)
+    chosen = zip(tokens, logprobs.chosen[:count].tolist(), logprobs.rank[:count].tolist(), strict=True)
+    best = zip(logprobs.top_tokens[:count, :most].tolist(), logprobs.top[:count, :most].tolist(), strict=True)
+    return [
+        {token: (value, rank)} | {likely: (high, at) for at, (likely, high) in enumerate(zip(*pair, strict=True), 1)}
+        for (token, value, rank), pair in zip(chosen, best, strict=True)
+    ]

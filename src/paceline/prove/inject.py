@@ -102,7 +102,7 @@ def _off_by_one(engine: Engine) -> Any:
         if flight.unread is None:
             return flight
         for index, accepted in zip(flight.batch.sampling, flight.unread.num_accepted.tolist(), strict=True):
-            if accepted < flight.layout.num_nodes[index]:
+            if accepted < flight.layout.shape.num_nodes[index]:
                 sequence = flight.batch.sequences[index]
                 kept = len(sequence.tokens) - 1 + accepted
                 to, source = slots_held(sequence, (kept, kept + 1), cache.block_size).tolist()
