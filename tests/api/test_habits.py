@@ -19,8 +19,9 @@ import paceline
 from paceline import LLM, AsyncLLM, PacelineError, SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.speculative_config import read
-from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, short_repr
+from paceline.errors import BrokenModel, InvalidPrompt, short_repr
 from paceline.text.chat_template import ChatTemplate
+from tests.helpers.errors import refused
 from tests.helpers.tiny import save_tiny
 
 HUGE = 10**5000  # more digits than Python prints
@@ -94,71 +95,70 @@ def test_arguments_of_vllm_that_mean_the_same_are_honoured(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("options", "field"),
     [
-        ({"tensor_parallel_size": 2}, "one device"),
-        ({"revision": "v2"}, "name its folder"),
-        ({"trust_remote_code": True}, "never run"),
-        ({"quantization": "awq"}, "own files"),
-        ({"kv_cache_dtype": "fp8"}, "kv_dtype: fp8 needs the Triton kernels of a GPU"),
-        ({"kv_dtype": "fp8_e4m3"}, "needs the Triton kernels of a GPU, not .* on cpu; leave it out"),
-        ({"kv_dtype": "int4"}, "not one of auto, fp8"),
-        ({"kv_dtype": 8}, "one of a few words"),
-        ({"kv_dtype": "fp8", "kv_cache_dtype": "fp8"}, "another name of kv_dtype"),
-        ({"use_v2_block_manager": False}, "one block manager"),
-        ({"speculative_K": 5}, "called k"),
-        ({"acceptance_threshold": 0.3}, "lossless"),
-        ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "lossless"),
-        ({"speculative_config": {"method": "ngram", "acceptance_threshold": 0.3}}, "lossless"),
-        ({"speculative_config": {"model": "[eagle9]"}}, "not one of"),
-        ({"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 3}, "inside speculative_config"),
-        ({"speculative_config": 5}, "dict or a JSON object"),
-        ({"speculative_config": {"model": 5}}, "name or a path"),
-        ({"speculative_config": {HUGE: 5}}, "not understood"),
-        ({"gpu_memory_utilization": 0.5, "gpu_memory_fraction": 0.6}, "one of the two"),
-        ({"gpu_memory_utilization": "most"}, "number above 0"),
-        ({"enable_prefix_caching": "false"}, "True or False"),
-        ({"prefix_caching": "false"}, "True or False"),
-        ({"max_modellen": 5}, "did you mean max_model_len"),
-        ({"paged": 1}, "no such argument"),
-        ({"kv_cache_bytes": 1e9}, "whole number"),
-        ({"kv_cache_bytes": -HUGE}, "at least 1"),
-        ({"max_model_len": "x"}, "whole number"),
-        ({"max_num_seqs": None}, "whole number"),
-        ({"max_num_seqs": True}, "whole number"),
-        ({"threads": 1.5}, "whole number"),
-        ({"seed": "x"}, "whole number"),
-        ({"seed": -1}, "at least 0"),
-        ({"model": 5}, "name or a path"),
-        ({"model": None}, "name or a path"),
-        ({"model": b"smollm2"}, "name or a path"),
-        ({"draft_model": 5}, "name or a path"),
-        ({"drafter": 5}, "name or a path"),
-        ({"tokenizer": 5}, "name or a path"),
-        ({"suffix_corpus": 5}, "name or a path"),
-        ({"suffix_corpus": [5]}, "name or a path"),
-        ({"method": 5}, "name of a method"),
-        ({"k": 2.5}, "whole number"),
-        ({"dtype": 5}, "one of a few words"),
-        ({"device": 5}, "one of a few words"),
-        ({"device": torch.device("meta")}, "not one of"),
-        ({"activations": ["int8"]}, "one of a few words"),
-        ({"numerics": "fast"}, "always the exact ones"),
-        ({"dtype": torch.int8}, "not one of"),
-        ({"enforce_eager": "yes"}, "True or False"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"revision": "v2"}, "revision"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"quantization": "awq"}, "quantization"),
+        ({"kv_cache_dtype": "fp8"}, "kv_dtype"),
+        ({"kv_dtype": "fp8_e4m3"}, "kv_dtype"),
+        ({"kv_dtype": "int4"}, "kv_dtype"),
+        ({"kv_dtype": 8}, "kv_dtype"),
+        ({"kv_dtype": "fp8", "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"use_v2_block_manager": False}, "use_v2_block_manager"),
+        ({"speculative_K": 5}, "speculative_K"),
+        ({"acceptance_threshold": 0.3}, "acceptance_threshold"),
+        ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "spec_decoding_acceptance_method"),
+        ({"speculative_config": {"method": "ngram", "acceptance_threshold": 0.3}}, "speculative_config"),
+        ({"speculative_config": {"model": "[eagle9]"}}, "speculative_config"),
+        ({"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 3}, "num_speculative_tokens"),
+        ({"speculative_config": 5}, "speculative_config"),
+        ({"speculative_config": {"model": 5}}, "speculative_config"),
+        ({"speculative_config": {HUGE: 5}}, "speculative_config"),
+        ({"gpu_memory_utilization": 0.5, "gpu_memory_fraction": 0.6}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": "most"}, "gpu_memory_fraction"),
+        ({"enable_prefix_caching": "false"}, "prefix_caching"),
+        ({"prefix_caching": "false"}, "prefix_caching"),
+        ({"max_modellen": 5}, "max_modellen"),
+        ({"paged": 1}, "paged"),
+        ({"kv_cache_bytes": 1e9}, "kv_cache_bytes"),
+        ({"kv_cache_bytes": -HUGE}, "kv_cache_bytes"),
+        ({"max_model_len": "x"}, "max_model_len"),
+        ({"max_num_seqs": None}, "max_num_seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"threads": 1.5}, "threads"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
+        ({"model": b"smollm2"}, "model"),
+        ({"draft_model": 5}, "draft_model"),
+        ({"drafter": 5}, "drafter"),
+        ({"tokenizer": 5}, "tokenizer"),
+        ({"suffix_corpus": 5}, "suffix_corpus"),
+        ({"suffix_corpus": [5]}, "suffix_corpus"),
+        ({"method": 5}, "method"),
+        ({"k": 2.5}, "k"),
+        ({"dtype": 5}, "dtype"),
+        ({"device": 5}, "device"),
+        ({"device": torch.device("meta")}, "device"),
+        ({"activations": ["int8"]}, "activations"),
+        ({"numerics": "fast"}, "numerics"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"enforce_eager": "yes"}, "enforce_eager"),
     ],
     ids=name_of,
 )
-def test_anything_else_is_refused_by_name(given, sentence: str, folder: Path) -> None:
-    with pytest.raises(InvalidParameter, match=sentence) as caught:
-        make(**{"folder": folder, **given} if "model" not in given else {"folder": given["model"]})
-    assert caught.value.field in str(caught.value)
+def test_anything_else_is_refused_by_name(options, field: str, folder: Path) -> None:
+    with refused(field) as caught:
+        make(**{"folder": folder, **options} if "model" not in options else {"folder": options["model"]})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [{"kv_cache_bytes": 10**18}, {"kv_cache_bytes": 2**63 - 1}], ids=str)
 def test_a_cache_that_no_machine_holds_is_refused(given, folder: Path) -> None:
-    with pytest.raises(PacelineError, match="lower kv_cache_bytes"):
+    with pytest.raises(PacelineError):
         make(folder, **given)
 
 
@@ -182,7 +182,7 @@ def test_weights_beyond_float16_are_refused(folder: Path, tmp_path: Path) -> Non
     weights = load_file(file)
     weights["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e5
     save_file(weights, file)
-    with pytest.raises(InvalidParameter, match="float16 is too narrow"):
+    with refused("dtype"):
         make(copy, dtype="float16")
     with make(copy, dtype="bfloat16"):
         pass
@@ -191,7 +191,7 @@ def test_weights_beyond_float16_are_refused(folder: Path, tmp_path: Path) -> Non
 def test_a_path_object_names_a_model_and_one_path_is_a_corpus(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     assert SpeculationConfig(method="suffix", suffix_corpus=corpus).suffix_corpus == (str(corpus),)
-    with pytest.raises(PacelineError, match=r"config\.json"):
+    with pytest.raises(BrokenModel):
         LLM(tmp_path)
 
 
@@ -224,10 +224,9 @@ def test_another_tokenizer_serves(folder: Path, tmp_path: Path) -> None:
         with make(model, tokenizer=tmp_path) as llm:
             assert llm.generate("w50", SHORT)[0].prompt_token_ids == [0]  # w50 is unknown there
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(BrokenModel):
-        make(folder, tokenizer=tmp_path)
-    with pytest.raises(BrokenModel, match=r"holds no tokenizer.*or give LLM.tokenizer"):
-        make(bare)
+    for model, options in ((folder, {"tokenizer": tmp_path}), (bare, {})):
+        with pytest.raises(BrokenModel):
+            make(model, **options)
 
 
 # -- prompts
@@ -279,17 +278,17 @@ def test_what_is_no_prompt_gets_a_sentence(prompt, llm: LLM) -> None:
 
 
 def test_a_call_without_a_prompt_gets_a_sentence(llm: LLM) -> None:
-    with pytest.raises(InvalidParameter, match="prompt_token_ids: give token ids in place of the prompt"):
+    with refused("prompt_token_ids"):
         llm.generate(prompt_token_ids=[IDS], sampling_params=SHORT)
     for call in (llm.generate, llm.stream, llm.chat):
-        with pytest.raises(InvalidPrompt, match=r"got None|list of messages"):
+        with pytest.raises(InvalidPrompt):
             call(sampling_params=SHORT)
-    with pytest.raises(InvalidPrompt, match="got None"):
+    with pytest.raises(InvalidPrompt):
         asyncio.run(AsyncLLM(llm).generate(sampling_params=SHORT))
 
 
 def test_a_generator_of_prompts_is_refused_before_it_is_read(llm: LLM) -> None:
-    with pytest.raises(InvalidPrompt, match="make a list"):
+    with pytest.raises(InvalidPrompt):
         llm.generate((TEXT for _ in range(2)), SHORT)
 
 
@@ -306,62 +305,62 @@ def test_parameters_may_be_a_dict_under_either_name(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("arguments", "field"),
     [
-        ({"params": 5}, "SamplingParams"),
-        ({"params": "hot"}, "SamplingParams"),
-        ({"params": [5]}, "SamplingParams"),
-        ({"params": {"warmth": 1}}, "no such argument"),
-        ({"params": {1: 1}}, "SamplingParams"),
-        ({"params": [SHORT, SHORT]}, "2 of them for 1 prompts"),
-        ({"params": SHORT, "sampling_params": SHORT}, "one of the two"),
-        ({"use_tqdm": 5}, "True, False or tqdm"),
-        ({"lora_request": "x"}, "adapters"),
-        ({"prompt_token_ids": IDS}, "in place of the prompt"),
-        ({"sampling_param": SHORT}, "did you mean sampling_params"),
-        ({"request_id": "7"}, "numbered here"),
+        ({"params": 5}, "sampling_params"),
+        ({"params": "hot"}, "sampling_params"),
+        ({"params": [5]}, "sampling_params"),
+        ({"params": {"warmth": 1}}, "warmth"),
+        ({"params": {1: 1}}, "sampling_params"),
+        ({"params": [SHORT, SHORT]}, "sampling_params"),
+        ({"params": SHORT, "sampling_params": SHORT}, "sampling_params"),
+        ({"use_tqdm": 5}, "use_tqdm"),
+        ({"lora_request": "x"}, "lora_request"),
+        ({"prompt_token_ids": IDS}, "prompt_token_ids"),
+        ({"sampling_param": SHORT}, "sampling_param"),
+        ({"request_id": "7"}, "request_id"),
     ],
     ids=name_of,
 )
-def test_a_call_refuses_other_arguments_by_name(given, sentence: str, llm: LLM) -> None:
-    with pytest.raises(InvalidParameter, match=sentence):
-        llm.generate(IDS, **given)
+def test_a_call_refuses_other_arguments_by_name(arguments, field: str, llm: LLM) -> None:
+    with refused(field):
+        llm.generate(IDS, **arguments)
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    "values",
     [
-        ({"best_of": 3}, "cumulative_logprob"),
-        ({"logits_processors": [print]}, "logit_bias"),
-        ({"use_beam_search": True}, "beam search"),
-        ({"max_new_tokens": 5}, "called max_tokens"),
-        ({"guided_decoding": {"regex": "a"}}, "called structured_outputs"),
-        ({"temprature": 1}, "did you mean temperature"),
-        ({"temperature": HUGE}, "finite"),
-        ({"temperature": Fraction(10**400, 3)}, "finite"),
-        ({"temperature": np.array(0.5)}, "number"),
-        ({"stop_token_ids": np.array(5)}, "list of token ids"),
-        ({"stop": {"a": 1}}, "list of strings"),
-        ({"bad_words": b"w5"}, "list of strings"),
-        ({"bad_words": ["a\ud800"]}, "not valid Unicode"),
-        ({"stop": "\udcff"}, "not valid Unicode"),
-        ({"allowed_token_ids": []}, "empty"),
-        ({"allowed_token_ids": [1.5]}, "whole number"),
-        ({"ignore_eos": "false"}, "True or False"),
+        {"best_of": 3},
+        {"logits_processors": [print]},
+        {"use_beam_search": True},
+        {"max_new_tokens": 5},
+        {"guided_decoding": {"regex": "a"}},
+        {"temprature": 1},
+        {"temperature": HUGE},
+        {"temperature": Fraction(10**400, 3)},
+        {"temperature": np.array(0.5)},
+        {"stop_token_ids": np.array(5)},
+        {"stop": {"a": 1}},
+        {"bad_words": b"w5"},
+        {"bad_words": ["a\ud800"]},
+        {"stop": "\udcff"},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [1.5]},
+        {"ignore_eos": "false"},
     ],
     ids=name_of,
 )
-def test_sampling_parameters_are_refused_by_name(given, sentence: str) -> None:
-    (field,) = given
-    with pytest.raises(InvalidParameter, match=f"{field}: .*{sentence}"):
-        SamplingParams(**given)
+def test_sampling_parameters_are_refused_by_name(values) -> None:
+    (field,) = values
+    with refused(field):
+        SamplingParams(**values)
 
 
 def test_sampling_parameters_that_ask_for_what_is_so_are_taken() -> None:
     plain = SamplingParams(stop_token_ids=[np.array(5), np.int64(6)])
     assert plain.stop_token_ids == (5, 6)
     assert SamplingParams(best_of=1, logits_processors=None, detokenize=True, stop_token_ids=[5, 6]) == plain
-    with pytest.raises(InvalidParameter, match="by name"):
+    with refused("SamplingParams"):
         SamplingParams(0.7)
 
 
@@ -416,7 +415,7 @@ def test_tools_and_variables_reach_the_template(llm: LLM) -> None:
     assert other.prompt == "w5 w6"
     tokenizer = llm.get_tokenizer()
     assert tokenizer.apply_chat_template(HELLO, tokenize=False, return_dict=False) == plain.prompt
-    with pytest.raises(InvalidParameter, match="return_tensors"):
+    with refused("return_tensors"):
         tokenizer.apply_chat_template(HELLO, return_tensors="pt")
 
 
@@ -432,37 +431,50 @@ def test_text_parts_are_text_and_the_last_message_may_be_continued(llm: LLM) -> 
 
 
 @pytest.mark.parametrize(
-    ("messages", "options", "sentence"),
+    ("options", "field"),
     [
-        (HELLO, {"tools": 5}, "list of tools"),
-        (HELLO, {"chat_template": "w5", "tools": [{"type": "function"}]}, "tools: .* does not read it"),
-        (HELLO, {"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking: .* does not read it"),
-        (HELLO, {"chat_template_kwargs": {"messages": []}}, "argument of its own"),
-        (HELLO, {"chat_template_kwargs": 5}, "map names to values"),
-        (HELLO, {"chat_template_kwargs": {"mood": object()}}, "refused the messages"),
-        (HELLO, {"chat_template": 5}, "as text"),
-        (HELLO, {"chat_template": "{% if %}"}, "invalid"),
-        (HELLO, {"continue_final_message": True, "add_generation_prompt": True}, "one of the two"),
-        (HELLO, {"continue_final_message": "yes"}, "True or False"),
-        (HELLO, {"continue_final_message": True, "chat_template": "w5"}, "no open end"),
-        (HELLO, {"documents": ["x"]}, "chat_template_kwargs"),
-        ([{"role": "robot", "content": "w5"}], {}, "role 'robot' is not there"),
-        ([{"role": 5, "content": "w5"}], {}, "role and content"),
-        ([{"role": "user", "content": 5}], {}, "content of a message is text"),
-        ([{"role": "user", "content": [5]}], {}, "part of a message"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "'image_url' is not there"),
-        ("w5", {}, "list of messages"),
-        (None, {}, "list of messages"),
-        (HELLO[0], {}, "list of messages"),
-        (iter(HELLO), {}, "list of messages"),
-        ([HELLO, None], {}, "list of messages"),
-        (["w5"], {}, "role and content"),
+        ({"tools": 5}, "tools"),
+        ({"chat_template": "w5", "tools": [{"type": "function"}]}, "tools"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ({"chat_template": 5}, "chat_template"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+        ({"documents": ["x"]}, "documents"),
     ],
     ids=name_of,
 )
-def test_a_chat_that_cannot_be_read_gets_a_sentence(messages, options, sentence: str, llm: LLM) -> None:
-    with pytest.raises(PacelineError, match=sentence):
+def test_a_chat_refuses_options_by_name(options, field: str, llm: LLM) -> None:
+    with refused(field):
+        llm.chat(HELLO, SHORT, **options)
+    assert llm.call(lambda engine: not engine.has_work)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "error"),
+    [
+        (HELLO, {"chat_template_kwargs": {"mood": object()}}, PacelineError),
+        (HELLO, {"chat_template": "{% if %}"}, PacelineError),
+        (HELLO, {"continue_final_message": True, "chat_template": "w5"}, PacelineError),
+        ([{"role": "robot", "content": "w5"}], {}, InvalidPrompt),
+        ([{"role": 5, "content": "w5"}], {}, InvalidPrompt),
+        ([{"role": "user", "content": 5}], {}, InvalidPrompt),
+        ([{"role": "user", "content": [5]}], {}, InvalidPrompt),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, InvalidPrompt),
+        ("w5", {}, InvalidPrompt),
+        (None, {}, InvalidPrompt),
+        (HELLO[0], {}, InvalidPrompt),
+        (iter(HELLO), {}, InvalidPrompt),
+        ([HELLO, None], {}, InvalidPrompt),
+        (["w5"], {}, InvalidPrompt),
+    ],
+    ids=name_of,
+)
+def test_a_chat_that_cannot_be_read_is_refused(messages, options, error, llm: LLM) -> None:
+    with pytest.raises(PacelineError) as caught:
         llm.chat(messages, SHORT, **options)
+    assert type(caught.value) is error
     assert llm.call(lambda engine: not engine.has_work)
 
 
@@ -485,7 +497,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_never_ends_is_stopped(name: str, monkeypatch) -> None:
     monkeypatch.setattr("paceline.text.chat_template.MAX_TURNS", 20_000)
-    with pytest.raises(PacelineError, match="does not end"):
+    with pytest.raises(PacelineError):
         ChatTemplate(ENDLESS[name]).render(HELLO)
 
 
@@ -530,7 +542,7 @@ def test_only_allowed_tokens_are_written_and_drafts_change_nothing(smollm2) -> N
         assert len(plain.token_ids) == 14
         assert set(plain.token_ids) <= set(words)
     assert drafted.speculation.num_drafts > 0
-    with pytest.raises(InvalidParameter, match="allowed_token_ids"):
+    with refused("allowed_token_ids"):
         smollm2.generate(prompt, SamplingParams(allowed_token_ids=[10**6]))
 
 
@@ -544,7 +556,7 @@ def exported():
 def test_dir_shows_what_is_exported() -> None:
     assert dir(paceline) == sorted(paceline.__all__)
     assert "StreamChunk" in dir(paceline)
-    with pytest.raises(AttributeError, match="no attribute"):
+    with pytest.raises(AttributeError):
         _ = paceline.import_something
 
 
@@ -569,5 +581,5 @@ def test_the_example_in_the_docstring_runs(thing, smollm2_path, capsys) -> None:
 
 
 def test_an_async_llm_over_a_loaded_one_takes_no_options(llm: LLM) -> None:
-    with pytest.raises(InvalidParameter, match="loaded already"):
+    with refused("threads"):
         AsyncLLM(llm, threads=2)

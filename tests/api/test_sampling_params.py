@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from paceline.errors import InvalidParameter
 from paceline.sampling_params import MAX_LOGPROBS, SamplingParams
+from tests.helpers.errors import refused
 
 REFUSED = {
     "n": (0, True, 1.5),
@@ -28,17 +28,16 @@ REFUSED = {
     "logprobs": (-1, MAX_LOGPROBS + 1),
     "include_stop_str_in_output": ("yes",),
     "skip_special_tokens": (None,),
-    "speculation": (3, {"speed": 9}),
+    "speculation": (3, {"speed": 9}, {"method": "ngram", "k": 0}),
 }
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_values_out_of_range_are_refused_by_name(field):
     for value in REFUSED[field]:
-        with pytest.raises(InvalidParameter) as error:
+        with refused(field) as caught:
             SamplingParams(**{field: value})
-        assert error.value.field == field
-        assert str(error.value).startswith(f"{field}: ")
+        assert str(caught.value).startswith(f"{field}: ")
 
 
 @pytest.mark.parametrize("field", ["n", "top_k", "max_tokens", "min_tokens", "seed", "stop_token_ids", "logit_bias"])
@@ -46,32 +45,16 @@ def test_no_number_is_too_large_to_be_refused(field):
     """What a device cannot hold would raise in the step of the whole batch."""
     for huge in (2**63, 2**64 + 1, 10**30):
         value = {"stop_token_ids": [huge], "logit_bias": {huge: 1.0}}.get(field, huge)
-        with pytest.raises(InvalidParameter) as refused:
+        with refused(field):
             SamplingParams(**{field: value})
-        assert refused.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("top_p", 1.5, "above 0 and at most 1"),
-        ("logprobs", 21, "between 0 and 20"),
-        ("max_tokens", 0, "at least 1"),
-        ("top_k", -2, "0 or -1 for off"),
-        ("speculation", {"method": "ngram", "k": 0}, "64"),
-    ],
-)
-def test_a_refusal_says_what_is_allowed(field, value, problem):
-    with pytest.raises(InvalidParameter, match=problem):
-        SamplingParams(**{field: value})
 
 
 def test_contradictions_are_refused():
-    with pytest.raises(InvalidParameter, match="min_tokens: 5 is more than max_tokens 4"):
+    with refused("min_tokens"):
         SamplingParams(min_tokens=5, max_tokens=4)
-    with pytest.raises(InvalidParameter, match="temperature above 0"):
+    with refused("n"):
         SamplingParams(n=2, temperature=0)
-    with pytest.raises(InvalidParameter, match="temperature above 0"):
+    with refused("n"):
         SamplingParams(n=2).resolve({})
     assert SamplingParams(n=2).resolve({"do_sample": True}).n == 2
 
@@ -127,18 +110,18 @@ def test_default_filters_apply_only_when_sampling():
 
 
 def test_a_broken_generation_config_is_refused_too():
-    with pytest.raises(InvalidParameter, match="top_p"):
+    with refused("top_p"):
         SamplingParams().resolve({"do_sample": True, "top_p": 7})
-    with pytest.raises(InvalidParameter, match="temperature"):
+    with refused("temperature"):
         SamplingParams().resolve({"do_sample": True, "temperature": "warm"})
 
 
 def test_token_ids_are_checked_against_the_vocabulary():
     params = SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[3])
     params.check_vocab(10)
-    with pytest.raises(InvalidParameter, match=r"logit_bias: token id 9 .*0 to 8"):
+    with refused("logit_bias"):
         params.check_vocab(9)
-    with pytest.raises(InvalidParameter, match="stop_token_ids"):
+    with refused("stop_token_ids"):
         SamplingParams(stop_token_ids=[3]).check_vocab(3)
 
 

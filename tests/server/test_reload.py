@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from paceline.drafters.heads.checkpoint import MedusaHead, save_heads
-from paceline.errors import InvalidParameter
 from paceline.server.app import create_app
 from paceline.server.capture import Capture
 from paceline.server.process.messages import EngineSettings
 from paceline.server.state import ServerSettings
 from paceline.training.data.examples import read_examples
+from tests.helpers.errors import refused
 from tests.helpers.tiny_model import CONFIG
 from tests.server.api.test_api import LONG, MESSAGES, post
 from tests.server.conftest import start_server, wait_until
@@ -96,5 +96,5 @@ def test_a_reload_from_another_machine_is_refused() -> None:
 
 
 def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match="capture"):
+    with refused("capture"):
         Capture(tmp_path / "missing" / "file")

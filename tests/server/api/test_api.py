@@ -33,6 +33,7 @@ from paceline.server.gate import RequestGuard
 from paceline.server.logs import OWN, log_level, logs_json, set_up_logs
 from paceline.server.process.client import RequestInbox
 from paceline.text.request_text import EncodedPrompt
+from tests.helpers.errors import refused
 from tests.server.conftest import Server, start_server, wait_until
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
@@ -288,7 +289,7 @@ def test_other_refusals(server: Server) -> None:
 
 def test_one_model_is_found_by_its_name(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="not served here"):
+    with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
 
 
@@ -372,7 +373,7 @@ def test_a_request_is_stopped_at_the_time_limit(streamed: bool) -> None:
         finally:
             generation.cancel()
 
-    with pytest.raises(TimeLimit, match="the server's limit"):
+    with pytest.raises(TimeLimit):
         asyncio.run(run())
     assert cancelled == ["r"]
 
@@ -404,7 +405,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     assert read_keys(file) == ("first", "second")
     file.write_text("\n")
     for bad in (file, tmp_path / "none"):
-        with pytest.raises(InvalidParameter, match="api-key-file"):
+        with refused("api-key-file"):
             read_keys(bad)
 
 
