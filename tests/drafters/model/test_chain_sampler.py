@@ -304,8 +304,9 @@ class Wavering(ByRequest):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
+def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed, monkeypatch):
     """The model checks that every position it reads holds the token that stands there."""
+    monkeypatch.setattr("paceline.core.sequence.secrets.randbits", random.Random(seed).getrandbits)
     model = ChainModel(imitating)
     model.most_rows = 3
     drafter = DraftModelDrafter(model)
@@ -329,7 +330,8 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_token_was_drawn_from_the_q_that_goes_with_it_whatever_is_left_of_its_draft(seed):
+def test_every_token_was_drawn_from_the_q_that_goes_with_it_whatever_is_left_of_its_draft(seed, monkeypatch):
+    monkeypatch.setattr("paceline.core.sequence.secrets.randbits", random.Random(seed).getrandbits)
     model = ChainModel(imitating, most_rows=4)
     drafter = DraftModelDrafter(model)
     engine = ahead_engine(drafter, policy=Wavering([drafter.name], seed), max_num_seqs=4)
@@ -349,9 +351,10 @@ def watch_q(engine):
 
     def watched(batch, *asked):
         draft = propose(batch, *asked)
-        for at, row in enumerate([batch.row(index) for index in batch.sampling]):
-            sequence, wanted = row.sequence, row.sequence.params
-            if row.method != DraftModelDrafter.name or wanted.greedy or wanted.seed is not None:
+        for at, index in enumerate(batch.sampling):
+            sequence, wanted = batch.sequences[index], batch.sequences[index].params
+            method, _ = batch.drafts.get(index, (None, 0))
+            if method != DraftModelDrafter.name or wanted.greedy or wanted.seed is not None:
                 continue
             tokens = draft.tokens[at, : draft.num_nodes[at]].tolist()
             for node, token in enumerate(tokens):
