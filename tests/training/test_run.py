@@ -284,7 +284,7 @@ def test_two_files_of_one_name_are_refused(model, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_changed_since_it_was_read_is_told(model, copied, capsys):
+def test_a_file_that_changed_since_it_was_read_is_refused(model, copied, capsys):
     (copied / "out/training/training.pt").unlink()
     data = texts(copied / "texts.txt", shift=1)
     code = command(model, copied / "out", "--data", str(data), "--steps", "1")

@@ -188,7 +188,7 @@ SENTENCES = {
         "Switch it on: ngram k=4 is 1.20×",
     ),
     "one workload is all there is": ([plain("chat"), cell("chat", ratio=1.3)], "Switch it on: ngram k=4 is 1.30×"),
-    "an endpoint alone is told by its speed": (
+    "an endpoint alone has its speed": (
         [cell(label="endpoint", ratio=None)],
         "Tokens per second of this server: 60.0 with one request at a time.",
     ),
