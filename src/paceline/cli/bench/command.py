@@ -82,7 +82,9 @@ class BenchOptions(MeasureOptions):
     api_key: Annotated[Text, flag("--api-key", help="Key of the server.", metavar="KEY", envvar="OPENAI_API_KEY")] = (
         None
     )
-    timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.", min=0.001)] = 300.0
+    timeout: Annotated[
+        float, flag("--timeout", help="Seconds a server may take for an answer.", min=0.001, metavar="SECONDS")
+    ] = 300.0
     no_counters: Annotated[
         bool, flag("--no-counters", help="Do not read the server's /metrics: others use it too.")
     ] = False
