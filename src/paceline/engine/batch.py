@@ -67,6 +67,14 @@ class Batch:
         drafts = {index: (row.method, row.max_nodes) for index, row in enumerate(rows) if row.max_nodes}
         return Batch([row.sequence for row in rows], first, count, samples, tables, req_indices, drafts=drafts)
 
+    def joined(self, other: Batch) -> Batch:
+        """Return these rows and those of newcomers, whose tokens the host knows; without tables."""
+        first, count = np.append(self.first, other.first), np.append(self.count, other.count)
+        samples, req_indices = np.append(self.samples, other.samples), np.append(self.req_indices, other.req_indices)
+        source = None if self.token_source is None else np.append(self.token_source, np.full(len(other), -1))
+        sequences = [*self.sequences, *other.sequences]
+        return Batch(sequences, first, count, samples, NO_TABLES, req_indices, token_source=source)
+
     def __len__(self) -> int:
         return len(self.sequences)
 

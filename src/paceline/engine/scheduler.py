@@ -14,14 +14,13 @@ import itertools
 import sys
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from paceline.config import MAX_K, EngineConfig
 from paceline.core.sequence import Sequence, Status
-from paceline.engine.batch import Batch, Bools, Ints, Row
+from paceline.engine.batch import NO_TABLES, Batch, Row
 from paceline.engine.block_manager import BlockManager, Reserved
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.policy import NO_DRAFT, DraftPlan, Policy
@@ -37,30 +36,6 @@ class SequenceListener(Protocol):
 
     def left(self, sequence: Sequence) -> None:
         """The sequence is finished or preempted; its blocks are freed next."""
-
-
-@dataclass(slots=True)
-class _Columns:
-    """The rows of a step that is launched ahead."""
-
-    sequences: list[Sequence]
-    first: Ints
-    count: Ints
-    samples: Bools
-    req_indices: Ints
-    token_source: Ints  # row of the unread verdict that has the row's token; -1: the host knows it
-
-    def append(self, batch: Batch) -> None:
-        self.sequences = [*self.sequences, *batch.sequences]
-        self.first, self.count = np.append(self.first, batch.first), np.append(self.count, batch.count)
-        self.samples = np.append(self.samples, batch.samples)
-        self.req_indices = np.append(self.req_indices, batch.req_indices)
-        self.token_source = np.append(self.token_source, np.full(len(batch), -1))
-
-    def to_batch(self, blocks: BlockManager) -> Batch:
-        tables = blocks.tables_at(self.req_indices, blocks.blocks_for(int((self.first + self.count).max())))
-        columns = self.sequences, self.first, self.count, self.samples, tables, self.req_indices
-        return Batch(*columns, token_source=self.token_source)
 
 
 class Scheduler:
@@ -139,15 +114,15 @@ class Scheduler:
         """
         if batch.num_drafted or any(sequence.looks_back for sequence in self._looking.values()):
             return None
-        rows = self._rows_behind(batch)
-        growing = None if rows is None else self._grow(rows)
-        if rows is None or growing is None:
+        ahead = self._continued(batch)
+        if ahead is None:
             return None
+        growing = self._growing(ahead)
         if sum([self.blocks.blocks_for(end) - len(one.blocks) for one, end in growing]) > self.blocks.num_free:
             return None
-        decoding = rows.sequences
-        if not batch.all_sample:
-            decoding = [decoding[row] for row in np.flatnonzero(rows.token_source >= 0)]
+        decoding = ahead.sequences
+        if not batch.all_sample and ahead.token_source is not None:
+            decoding = [decoding[row] for row in np.flatnonzero(ahead.token_source >= 0)]
         if decoding:
             offers = self.drafters.offers(decoding)
             if not self.policy.next_is_plain(decoding, offers):
@@ -155,16 +130,18 @@ class Scheduler:
             self.policy.skip_plan(decoding, offers)
         for sequence, end in growing:
             self.blocks.allocate(sequence, end)
-        self._begin(int(rows.count.sum()))
+        self._begin(ahead.num_tokens)
         self._admit()
         if self._rows:
-            rows.append(Batch.of(list(self._rows.values())))
+            ahead = ahead.joined(Batch.of(list(self._rows.values())))
         size = self.blocks.block_size
-        return self._end(rows.to_batch(self.blocks), np.flatnonzero(rows.first % size + rows.count >= size).tolist())
+        ahead.tables = self.blocks.tables_at(ahead.req_indices, self.blocks.blocks_for(int(ahead.ends.max())))
+        return self._end(ahead, np.flatnonzero(ahead.first % size + ahead.count >= size).tolist())
 
-    def _rows_behind(self, batch: Batch) -> _Columns | None:
-        """Return the rows that go on behind `batch`, one token each; None where a running sequence has no row."""
-        first = batch.first + batch.count
+    def _continued(self, batch: Batch) -> Batch | None:
+        """Return the rows that go on behind `batch`: one token of each that samples, and the next chunk of prompts.
+        None where a running sequence has no row, and where a prompt gets no token of the step."""
+        first = batch.ends
         limit = np.array([sequence.max_len for sequence in batch.sequences], np.int64)
         going = ~batch.samples | (first + 1 < limit)  # else the unread token is its last
         live = len(batch)
@@ -176,24 +153,26 @@ class Scheduler:
             return None
         token_source = np.where(batch.samples, batch.samples.cumsum() - 1, -1)[rows]
         sequences = batch.sequences if len(rows) == len(batch) else [batch.sequences[row] for row in rows]
-        count = np.ones(len(rows), np.int64)
-        return _Columns(sequences, first[rows], count, token_source >= 0, batch.req_indices[rows], token_source)
-
-    def _grow(self, rows: _Columns) -> list[tuple[Sequence, int]] | None:
-        """Give each prompt its next chunk; return the sequences that need blocks, and the end of the slots they need.
-        None where a prompt gets no token of the step."""
-        size, left = self.blocks.block_size, self._most_tokens - int(rows.samples.sum())
-        due = np.flatnonzero((rows.first % size == 0) & rows.samples)
-        needs = [(rows.sequences[row], int(rows.first[row]) + 1) for row in due]
-        for row in np.flatnonzero(~rows.samples):
-            sequence, first = rows.sequences[row], int(rows.first[row])
-            rows.count[row] = count = min(len(sequence.tokens) - first, left)
-            rows.samples[row] = samples = first + count == len(sequence.tokens)
-            if not count:
+        first, count, samples = first[rows], np.ones(len(rows), np.int64), token_source >= 0
+        if not batch.all_sample:
+            left = self._most_tokens - int(samples.sum())
+            for row in np.flatnonzero(~samples):
+                uncomputed = len(sequences[row].tokens) - int(first[row])
+                count[row] = min(uncomputed, left)
+                samples[row] = uncomputed <= left
+                left -= int(count[row])
+            if not count.all():
                 return None
-            left -= count
-            # A drafter may store the last pair of a chunk one slot further.
-            needs.append((sequence, first + count + (not samples)))
+        return Batch(sequences, first, count, samples, NO_TABLES, batch.req_indices[rows], token_source=token_source)
+
+    def _growing(self, ahead: Batch) -> list[tuple[Sequence, int]]:
+        """Return the sequences that need blocks, and the end of the slots they need."""
+        size = self.blocks.block_size
+        if ahead.only_decodes:
+            needs = [(ahead.sequences[row], int(ahead.ends[row])) for row in np.flatnonzero(ahead.first % size == 0)]
+        else:  # a drafter may store the last pair of a chunk one slot further
+            ends = ahead.ends + ~ahead.samples
+            needs = list(zip(ahead.sequences, ends.tolist(), strict=True))
         return [(sequence, end) for sequence, end in needs if len(sequence.blocks) * size < end]
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> tuple[list[tuple[int, int]], Reserved]:
