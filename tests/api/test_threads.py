@@ -91,7 +91,7 @@ def test_a_tokenizer_that_cannot_decode_ends_its_own_request_only(folder: Path, 
         others = [llm.stream(prompt_of(i), params_of(i)) for i in (3, 4, 6, 7)]
         for other in others:
             next(other)
-        failing.append(llm.thread._thread)
+        failing.append(llm.call(lambda engine: threading.current_thread()))
         with pytest.raises(RequestFailed, match="could not be decoded: IndexError"):
             llm.generate(prompt_of(2), broken)
         assert [facts(list(other)[-1].output) for other in others] == [alone[i] for i in (3, 4, 6, 7)]
@@ -488,7 +488,7 @@ def test_a_closed_async_llm_holds_no_memory(folder: Path, no_collector) -> None:
 
 def test_a_model_closed_by_its_own_thread_holds_no_memory(folder: Path, no_collector) -> None:
     llm = make(folder)
-    memory, thread = memory_of(llm), llm.thread._thread
+    memory, thread = memory_of(llm), llm.call(lambda engine: threading.current_thread())
     llm.call(lambda engine: llm.close())
     thread.join()
     assert still_there(memory) == []
@@ -497,7 +497,7 @@ def test_a_model_closed_by_its_own_thread_holds_no_memory(folder: Path, no_colle
 def test_a_dropped_llm_takes_its_thread_along(folder: Path) -> None:
     llm = make(folder)
     llm.generate(prompt_of(0), params_of(0))
-    thread, gone = llm.thread._thread, weakref.ref(llm.engine)
+    thread, gone = llm.call(lambda engine: threading.current_thread()), weakref.ref(llm.engine)
     assert thread.is_alive()
     del llm
     gc.collect()

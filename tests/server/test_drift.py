@@ -16,7 +16,7 @@ import pytest
 
 from paceline.engine.events import Ended, FinishedAnswer
 from paceline.outputs import SpeculationStats
-from paceline.server.app import _on_drift
+from paceline.server.app import on_drift
 from paceline.server.drift import DROP, LEARN, THRESHOLD, DriftMonitor, Watch
 from paceline.server.metrics import Metrics
 from paceline.server.process.channel import Channel, framed
@@ -77,7 +77,7 @@ def test_methods_are_watched_separately() -> None:
 def test_an_alarm_is_counted_and_the_engine_is_told() -> None:
     told: list[str] = []
     client: Any = SimpleNamespace(relearn=told.append)
-    metrics = Metrics(lambda method, rate: _on_drift(client, method, rate))
+    metrics = Metrics(lambda method, rate: on_drift(client, method, rate))
 
     def answer(hits: int) -> None:
         metrics.submitted("r", 3, None)

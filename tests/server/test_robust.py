@@ -25,7 +25,7 @@ from benchmarks.serve_client import Answer, ask, is_openai, leave, send_raw
 from paceline import LLM, SamplingParams
 from paceline.engine.events import Cancel, Request, Submit
 from paceline.errors import InvalidParameter, QueueFull
-from paceline.server.process.worker import Worker
+from paceline.server.process.worker import GrammarCompiler, Worker
 from tests.server.conftest import Server, start_server, wait_until
 
 PROMPTS = [f"Tell me about the number {number}." for number in range(24)]
@@ -116,7 +116,7 @@ def test_clients_that_leave_at_any_point_disturb_no_other(server: Server, honest
     wait_until(lambda: idle(server))
 
 
-def test_an_engine_killed_under_load_and_again_while_loading_comes_back(tiny_model: Path, honest: Honest) -> None:
+def test_an_engine_killed_twice_comes_back_and_ends_when_its_server_is_killed(tiny_model: Path, honest: Honest) -> None:
     server = start_server(tiny_model)
 
     def up() -> bool:
@@ -142,16 +142,11 @@ def test_an_engine_killed_under_load_and_again_while_loading_comes_back(tiny_mod
         os.kill(server.worker_pid, signal.SIGKILL)  # it is loading the model
         wait_until(up, 120)
         assert asyncio.run(honest.one(server))[1]
+        worker = Path(f"/proc/{server.worker_pid}")
+        server.process.kill()
+        wait_until(lambda: not worker.exists() or "Z" in (worker / "stat").read_text())
     finally:
-        assert server.stop() == 0
-
-
-def test_an_engine_ends_when_its_server_was_killed(tiny_model: Path) -> None:
-    server = start_server(tiny_model)
-    worker = server.worker_pid
-    server.process.kill()
-    wait_until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
-    assert server.stop() == -signal.SIGKILL
+        assert server.stop() == -signal.SIGKILL
 
 
 def _worker(server: Server) -> int | None:
@@ -214,25 +209,18 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused_and_holds_up_no_oth
         assert wanted["regex"] == "quick" or go_on.wait(60)
         return "compiled"
 
-    monkeypatch.setattr("paceline.server.process.worker.COMPILE_S", 1.0)
-    built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
-    worker = Worker(NO_CHANNEL, built)
-    threading.Thread(target=worker._compile, daemon=True).start()
-
-    def grammar(regex: str) -> Any:
-        worker._take(Submit([Request(regex, [1], SamplingParams(structured_outputs={"regex": regex}), streamed=True)]))
-        command = worker._commands.get(timeout=60)
-        assert isinstance(command, Submit)
-        return command.requests[0].grammar
-
-    assert "compile" in str(grammar("slow"))
-    assert grammar("quick") == "compiled"
-    assert isinstance(grammar("wrong"), InvalidParameter)
-    assert isinstance(grammar("slower"), InvalidParameter)
-    assert isinstance(grammar("quick"), QueueFull)  # two are compiled still
+    monkeypatch.setattr("paceline.server.process.worker.COMPILE_S", 0.5)
+    compiler = GrammarCompiler(compile)
+    given_up = compiler.compile({"regex": "slow"})
+    assert isinstance(given_up, InvalidParameter)
+    assert compiler.num_endless == 1
+    assert compiler.compile({"regex": "quick"}) == "compiled"
+    assert isinstance(compiler.compile({"regex": "wrong"}), InvalidParameter)
+    assert isinstance(compiler.compile({"regex": "slower"}), InvalidParameter)
+    assert isinstance(compiler.compile({"regex": "quick"}), QueueFull)  # two are compiled still
     go_on.set()
-    wait_until(lambda: all(each.done() for each in worker._endless))
-    assert grammar("quick") == "compiled"
+    wait_until(lambda: compiler.num_endless == 0)
+    assert compiler.compile({"regex": "quick"}) == "compiled"
 
 
 def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request() -> None:
@@ -245,22 +233,22 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request() -> Non
 
     built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
     worker = Worker(NO_CHANNEL, built)
-    threading.Thread(target=worker._compile, daemon=True).start()
+    threading.Thread(target=worker.compile_grammars, daemon=True).start()
 
     def submit(name: str, wanted: dict[str, Any] | None) -> None:
-        worker._take(Submit([Request(name, [1], SamplingParams(structured_outputs=wanted), streamed=True)]))
+        worker.take(Submit([Request(name, [1], SamplingParams(structured_outputs=wanted), streamed=True)]))
 
     def taken() -> list[Any]:
-        commands = [worker._commands.get(timeout=60)]
-        while not worker._commands.empty():
-            commands.append(worker._commands.get())
+        commands = [worker.commands.get(timeout=60)]
+        while not worker.commands.empty():
+            commands.append(worker.commands.get())
         return [each.request_ids if isinstance(each, Cancel) else each.requests[0].request_id for each in commands]
 
     for name, wanted in {"slow": {"regex": "a"}, "gone": {"regex": "b"}, "plain": None}.items():
         submit(name, wanted)
     assert compiling.wait(60)
     assert taken() == ["plain"]
-    worker._take(Cancel(["slow", "gone"]))
+    worker.take(Cancel(["slow", "gone"]))
     assert taken() == [["slow", "gone"]]  # before they were submitted, so they never are
     submit("next", {"regex": "c"})
     go_on.set()

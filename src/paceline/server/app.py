@@ -55,7 +55,7 @@ PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none';
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    metrics = Metrics(lambda method, rate: _on_drift(client, method, rate))
+    metrics = Metrics(lambda method, rate: on_drift(client, method, rate))
     client = EngineClient(settings.engine, [metrics.observe], metrics.cancelled)
     state = AppState(settings, client, metrics, capture=None if settings.capture is None else Capture(settings.capture))
 
@@ -297,7 +297,7 @@ def _part(body: bytes, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def _on_drift(client: EngineClient, method: str, rate: float) -> None:
+def on_drift(client: EngineClient, method: str, rate: float) -> None:
     log.warning(
         "drafter %s: its first token was accepted in %.0f %% of drafts, and that fell; it is measured again",
         *(method, 100 * rate),

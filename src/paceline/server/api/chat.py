@@ -60,7 +60,11 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
     parsers = [ToolParser() for _ in range(generation.params.n)] if request.offered_tools else []
     while (chunk := await generation.chunk()) is not None:
         delta = (
-            _parsed(chunk, parsers[chunk.index], request) if parsers else {"content": chunk.text} if chunk.text else {}
+            parse_chunk(chunk, parsers[chunk.index], request)
+            if parsers
+            else {"content": chunk.text}
+            if chunk.text
+            else {}
         )
         reason = _reason(chunk.finish_reason, bool(parsers and parsers[chunk.index].calls), request)
         yield {**base, "choices": [_chunk_choice(generation, chunk, request, delta, reason)]}
@@ -68,7 +72,7 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
         yield {**base, "choices": [], "usage": usage([generation])}
 
 
-def _parsed(chunk: StreamChunk, parser: ToolParser, request: ChatRequest) -> dict[str, Any]:
+def parse_chunk(chunk: StreamChunk, parser: ToolParser, request: ChatRequest) -> dict[str, Any]:
     """Return a delta with text that is no call, and with calls that are complete."""
     begun = len(parser.calls)
     text, calls = parser.push(chunk.text)

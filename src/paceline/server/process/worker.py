@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Overdue
 from dataclasses import replace
@@ -90,20 +90,64 @@ def _gauges(bundle: EngineBundle) -> Gauges:
     )
 
 
+class GrammarCompiler:
+    """A compiler of grammars, one by one, each in a bounded time. A compilation cannot be stopped: one that takes too
+    long goes on in its thread, and a new thread compiles the next ones."""
+
+    def __init__(self, compile: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._compile = compile
+        self._work: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # of the thread that compiles
+        self._endless: list[Future[Any]] = []  # compilations that were given up
+
+    @property
+    def num_endless(self) -> int:
+        return sum(not grammar.done() for grammar in self._endless)
+
+    def compile(self, wanted: Mapping[str, Any]) -> Any:
+        """Return the grammar, or the error."""
+        if self.num_endless >= MAX_ENDLESS:
+            return QueueFull("grammars that take long are being compiled; try again later")
+        if self._work is None:
+            self._work = SimpleQueue()
+            run = functools.partial(self._run, self._work)
+            threading.Thread(target=run, name="paceline-compiler", daemon=True).start()
+        grammar: Future[Any] = Future()
+        self._work.put((wanted, grammar))
+        try:
+            return grammar.result(COMPILE_S)
+        except Overdue:
+            self._endless = [*(each for each in self._endless if not each.done()), grammar]
+            self._work = None
+            return InvalidParameter(FIELD, f"takes more than {COMPILE_S:.0f} s to compile; make it simpler")
+        except PacelineError as error:
+            return error
+        except Exception as error:
+            return InvalidParameter(FIELD, f"cannot be compiled: {type(error).__name__}: {error}")
+
+    def _run(self, work: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]]) -> None:
+        """Compile grammars until another thread does. One thread compiles all, since each thread has its own heap."""
+        while work is self._work:
+            wanted, grammar = work.get()
+            try:
+                grammar.set_result(self._compile(wanted))
+            except Exception as problem:
+                grammar.set_exception(problem)
+
+
 class Worker:
+    """The engine's loop and the commands that reach it, those with a grammar after it is compiled."""
+
     def __init__(self, channel: Channel, bundle: EngineBundle) -> None:
         self._channel, self._bundle = channel, bundle
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self.commands: SimpleQueue[Command] = SimpleQueue()
         self._structured: SimpleQueue[Request] = SimpleQueue()  # requests whose grammars are compiled first
         self._uncompiled: set[str] = set()  # ids of these requests, unless cancelled
-        self._compiling: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # for the compiler
-        self._endless: list[Future[Any]] = []  # compilations that were given up
         self._order = threading.Lock()  # a Cancel is put after its Submit, or there is no Submit
 
     def run(self, sender: EventSender) -> None:
         threading.Thread(target=self._receive, name="paceline-commands", daemon=True).start()
-        threading.Thread(target=self._compile, name="paceline-grammars", daemon=True).start()
-        engine_loop = EngineLoop(self._bundle.engine, self._commands, sender)
+        threading.Thread(target=self.compile_grammars, name="paceline-grammars", daemon=True).start()
+        engine_loop = EngineLoop(self._bundle.engine, self.commands, sender)
         engine_loop.run()
         engine_loop.abandon(EngineClosed("the server is shutting down"))
         sender.flush()
@@ -113,10 +157,10 @@ class Worker:
         """Take commands until the HTTP process closes its end, or is gone."""
         while (message := self._channel.receive()) is not None:
             for command in decode_commands(message):
-                self._take(command)
-        self._commands.put(Close())
+                self.take(command)
+        self.commands.put(Close())
 
-    def _take(self, command: WorkerCommand) -> None:
+    def take(self, command: WorkerCommand) -> None:
         match command:
             case Submit(requests):
                 for request in requests:
@@ -124,60 +168,29 @@ class Worker:
             case Cancel(request_ids):
                 with self._order:
                     self._uncompiled.difference_update(request_ids)
-                    self._commands.put(command)
+                    self.commands.put(command)
             case Relearn(method):
-                self._commands.put(Call(functools.partial(self._relearn, method), Future()))
+                self.commands.put(Call(functools.partial(self._relearn, method), Future()))
 
     def _submit(self, request: Request) -> None:
         if request.params.structured_outputs is None:
-            self._commands.put(Submit([request]))
+            self.commands.put(Submit([request]))
         else:
             self._uncompiled.add(request.request_id)
             self._structured.put(request)
 
-    def _compile(self) -> None:
+    def compile_grammars(self) -> None:
         """Compile grammars and submit their requests, in a thread: steps and other requests do not wait for the seconds
         that a large schema takes."""
+        compiler = GrammarCompiler(lambda wanted: self._bundle.engine.grammars.compile(wanted))
         while True:
             request = self._structured.get()
             if request.request_id in self._uncompiled and request.params.structured_outputs is not None:
-                request = replace(request, grammar=self._compiled(request.params.structured_outputs))
+                request = replace(request, grammar=compiler.compile(request.params.structured_outputs))
             with self._order:
                 if request.request_id in self._uncompiled:
                     self._uncompiled.discard(request.request_id)
-                    self._commands.put(Submit([request]))
-
-    def _compiled(self, wanted: Mapping[str, Any]) -> Any:
-        """Return the grammar, or the error. A compilation cannot be stopped: one that takes too long goes on in its
-        thread, and a new thread compiles the next ones."""
-        self._endless = [each for each in self._endless if not each.done()]
-        if len(self._endless) >= MAX_ENDLESS:
-            return QueueFull("grammars that take long are being compiled; try again later")
-        if self._compiling is None:
-            self._compiling = SimpleQueue()
-            work = functools.partial(self._compile_from, self._compiling)
-            threading.Thread(target=work, name="paceline-compiler", daemon=True).start()
-        grammar: Future[Any] = Future()
-        self._compiling.put((wanted, grammar))
-        try:
-            return grammar.result(COMPILE_S)
-        except Overdue:
-            self._endless.append(grammar)
-            self._compiling = None
-            return InvalidParameter(FIELD, f"takes more than {COMPILE_S:.0f} s to compile; make it simpler")
-        except PacelineError as error:
-            return error
-        except Exception as error:
-            return InvalidParameter(FIELD, f"cannot be compiled: {type(error).__name__}: {error}")
-
-    def _compile_from(self, wishes: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]]) -> None:
-        """Compile grammars until another thread does. One thread compiles all, since each thread has its own heap."""
-        while wishes is self._compiling:
-            wanted, grammar = wishes.get()
-            try:
-                grammar.set_result(self._bundle.engine.grammars.compile(wanted))
-            except Exception as problem:
-                grammar.set_exception(problem)
+                    self.commands.put(Submit([request]))
 
     def _relearn(self, method: str, _: Engine) -> None:
         self._bundle.policy.relearn(method)
