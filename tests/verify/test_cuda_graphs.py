@@ -10,7 +10,7 @@ import torch
 from paceline.core.draft import Draft
 from paceline.engine.sampler import Sampler
 from paceline.platform.staging import Staging
-from paceline.verify import FilterSet, Nodes, logprobs, processors, verify
+from paceline.verify import FilterSet, Nodes, distribution, logprobs, verify
 from paceline.verify.cuda.graphs import WIDTHS, GraphCache, rounded
 from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.verify import steps
@@ -115,7 +115,7 @@ def test_logprobs_beside_a_wide_captured_tree_are_of_the_drafts_depth(monkeypatc
     logits[row_of.gather(1, parents + 1), tokens] += 4
     looked_at, sequences = [], steps.sequences_of("logprobs", batch)
     monkeypatch.setattr(
-        processors, "logprobs", lambda raw, *given: (looked_at.append(tuple(raw.shape)), logprobs(raw, *given))[1]
+        distribution, "logprobs", lambda raw, *given: (looked_at.append(tuple(raw.shape)), logprobs(raw, *given))[1]
     )
     verdicts = [one.verify(sequences, draft, logits, row_of) for one in (plain, captured)]
     assert captured.uncaptured == 0

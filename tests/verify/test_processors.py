@@ -17,6 +17,7 @@ from paceline.verify import (
     Nodes,
     Penalties,
     SamplingMetadata,
+    distribution,
     logprobs,
     probabilities,
     process,
@@ -187,7 +188,7 @@ def p_of(logits, metadata, nodes):
     processed = process(logits, metadata, nodes)
     p = probabilities(processed)
     greedy = metadata.temperature[nodes.seq] == 0
-    p[greedy] = torch.nn.functional.one_hot(processors.argmax(processed), logits.shape[1]).to(p.dtype)[greedy]
+    p[greedy] = torch.nn.functional.one_hot(distribution.argmax(processed), logits.shape[1]).to(p.dtype)[greedy]
     return p
 
 
@@ -332,7 +333,7 @@ def test_a_flat_row_is_sorted_whole_and_a_sharp_one_is_not():
     logits[1] *= 6
     rows = [Asked(top_p=0.95), Asked(top_p=0.95)]
     kept = process(logits, controls_of(rows, 5000), Nodes.roots(2)) > -math.inf
-    assert int(kept[0].sum()) > processors.CANDIDATES > int(kept[1].sum())
+    assert int(kept[0].sum()) > distribution.CANDIDATES > int(kept[1].sum())
     assert_matches_reference(logits.tolist(), rows)
 
 

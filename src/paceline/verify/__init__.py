@@ -16,6 +16,7 @@ from paceline.core.rng import coin
 from paceline.core.verdict import Verdict
 from paceline.verify.block import drawn_chains, verify_block
 from paceline.verify.dispatch import on_device
+from paceline.verify.distribution import logprobs, logprobs_at, probabilities, process
 from paceline.verify.processors import (
     BadWords,
     Bias,
@@ -26,10 +27,6 @@ from paceline.verify.processors import (
     Penalties,
     SamplingMetadata,
     edit,
-    logprobs,
-    logprobs_at,
-    probabilities,
-    process,
 )
 from paceline.verify.sample import pick_weighted
 from paceline.verify.walk import CoinSource, DrawKeys, SamplingMode, draw, propose, walk

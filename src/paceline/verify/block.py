@@ -13,8 +13,9 @@ from torch import Tensor
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Verdict
+from paceline.verify.distribution import probabilities, process
 from paceline.verify.outcome import outcome, take
-from paceline.verify.processors import Nodes, SamplingMetadata, probabilities, process
+from paceline.verify.processors import Nodes, SamplingMetadata
 from paceline.verify.sample import pick_weighted, sample
 from paceline.verify.walk import CoinSource, DrawKeys, SamplingMode
 

@@ -1,5 +1,5 @@
-"""The hardware seam of verification: each of its pure functions is written for tensors in the host's memory, and on a
-CUDA device the kernels of `device` take its place. Without Triton the tensors are copied to the host and back.
+"""Dispatch by device: each pure function of verification is written for tensors in the host's memory; on a CUDA device
+the kernels of `cuda` take its place. Without Triton the tensors are copied to the host and back.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ R = TypeVar("R")
 
 
 def kernels(tensor: Tensor) -> ModuleType | None:
-    """The package `device`, for tensors it can work on."""
-    return _device() if tensor.is_cuda else None
+    """Return the module `cuda.kernels`, for tensors that it can work on."""
+    return _cuda_kernels() if tensor.is_cuda else None
 
 
 def on_device(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: the function of the same name in `device` serves where there are kernels."""
+    """Decorate a function that `cuda.kernels` has by the same name, which serves where there are kernels."""
     name = function.__name__
 
     @functools.wraps(function)
-    def call(*given: P.args, **options: P.kwargs) -> R:
-        logits = next(part for part in given if isinstance(part, Tensor))
-        if (there := kernels(logits)) is not None:
-            return getattr(there, name)(*given, **options)  # type: ignore[no-any-return]
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        logits = next(part for part in args if isinstance(part, Tensor))
+        if (module := kernels(logits)) is not None:
+            return getattr(module, name)(*args, **options)  # type: ignore[no-any-return]
         if logits.is_cpu:
-            return function(*given, **options)
-        found = function(*moved(given, "cpu"), **moved(options, "cpu"))
-        return moved(found, logits.device)  # type: ignore[no-any-return]
+            return function(*args, **options)
+        result = function(*moved(args, "cpu"), **moved(options, "cpu"))
+        return moved(result, logits.device)  # type: ignore[no-any-return]
 
     return call
 
 
 def moved(part: Any, to: device | str) -> Any:
-    """Tensors, and whatever holds them, on another device."""
+    """Return tensors, and whatever holds them, on another device."""
     if isinstance(part, Tensor):
         return part.to(to)
     if isinstance(part, (tuple, list)):
@@ -55,10 +55,10 @@ def moved(part: Any, to: device | str) -> Any:
 
 
 @functools.cache
-def _device() -> ModuleType | None:
+def _cuda_kernels() -> ModuleType | None:
     try:
         require_triton()
-        from paceline.verify.cuda import kernels as device
+        from paceline.verify.cuda import kernels as cuda_kernels
     except ImportError:  # no Triton that works here
         return None
-    return device
+    return cuda_kernels

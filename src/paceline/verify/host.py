@@ -2,7 +2,7 @@
 
 After a pass the CPU caches are cold, and a small tensor operation takes many times as long as usual; this is the most
 common step, so it uses few of them. Every token equals that of `walk.draw`, also by the native function, which returns
-none where its rounding might change the token.
+None where its rounding might change the token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from paceline.core.draft import Draft
 from paceline.core.rng import Lane, bits_of, coin_of
 from paceline.core.verdict import INVALID, HostVerdict, TokenKind, VerdictRow
-from paceline.verify.processors import threshold
+from paceline.verify.distribution import threshold
 from paceline.verify.sample import pick_seeded_row, sample
 
-Row = np.ndarray[Any, Any]  # (V,) logits
-# The token of a row: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
+LogitRow = np.ndarray[Any, Any]  # (V,)
+# (row, temperature, log min_p, top_k, top_p, coin, key of the noise) -> token; a negative coin: by seed
 DrawRow = Callable[[int, float, float, int, float, float, int], int | None]
 NativeDraw = Callable[[Tensor], DrawRow | None]  # of logits (R, V); None: not of these
 DRAFTED, RECOVERED, BONUS = int(TokenKind.DRAFTED), int(TokenKind.RECOVERED), int(TokenKind.BONUS)
@@ -31,7 +31,7 @@ DRAFTED, RECOVERED, BONUS = int(TokenKind.DRAFTED), int(TokenKind.RECOVERED), in
 
 @dataclass(frozen=True, slots=True)
 class TokenSampler:
-    """How a sequence draws its tokens."""
+    """The parameters by which a sequence draws its tokens."""
 
     temperature: float  # that float32 can hold; 0: the highest logit
     key: int
@@ -43,19 +43,21 @@ class TokenSampler:
     def draw(
         self, values: Tensor, row: int, committed: int, node: int, depth: int, native: DrawRow | None = None
     ) -> int:
-        """The token at a node of the draft with that depth, -1 and 0 at the root, of a sequence with so many tokens
-        when the step starts, from a row of logits (R, V)."""
+        """Return the token at a node of the draft with that depth (-1 and 0 at the root), from a row of logits (R, V).
+
+        `committed`: tokens of the sequence when the step starts.
+        """
         coin, key = -1.0, 0
         if self.seeded:  # the noise is keyed by the token's position
             key = bits_of(Lane.GUMBEL, self.key, committed + depth)
         elif self.temperature:
             coin = coin_of(Lane.WALK, self.key, committed, node)
         if native is not None:
-            least = math.log(self.min_p) if self.min_p > 0 else -math.inf
-            token = native(row, self.temperature, least, self.top_k, self.top_p, coin, key)
+            log_min_p = math.log(self.min_p) if self.min_p > 0 else -math.inf
+            token = native(row, self.temperature, log_min_p, self.top_k, self.top_p, coin, key)
             if token is not None:
                 return token
-        logits: Row = values[row].numpy()
+        logits: LogitRow = values[row].numpy()
         if self.temperature == 0:
             best = int(logits.argmax())
             return best if math.isfinite(logits[best]) else INVALID
@@ -66,9 +68,9 @@ class TokenSampler:
             return pick_seeded_row(tempered, key)
         return int(sample(torch.from_numpy(tempered)[None], torch.tensor([coin], dtype=torch.float64)))
 
-    def _tempered(self, logits: Row) -> Row:
-        """-inf where a filter drops the token."""
-        tempered: Row = logits - logits.max()
+    def _tempered(self, logits: LogitRow) -> LogitRow:
+        """Return tempered logits, -inf where a filter drops the token."""
+        tempered: LogitRow = logits - logits.max()
         if self.temperature != 1:
             tempered /= tempered.dtype.type(self.temperature)
         lowest = threshold(tempered, self.top_k, self.top_p, self.min_p)
@@ -86,9 +88,9 @@ def walk_on_host(
     committed: Sequence[int],
     native: NativeDraw | None = None,
 ) -> HostVerdict:
-    """`walk` by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings the first is taken.
+    """Walk the draft by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings take the first.
 
-    By row of the draft: `row_of` its last token and of its nodes the row of logits, `samplers`, and the tokens
+    By row of the draft: `row_of`, the rows of logits of its last token and its nodes; its sampler; and the tokens
     `committed` when the step starts.
     """
     rows: list[VerdictRow] = []

@@ -1,8 +1,8 @@
-"""From the parameters of sequences to the input tensors of verification; drafters that sample use the same for their q.
+"""Sampling metadata: from the parameters of sequences to the tensors of verification, and of drafters that sample.
 
-Parameters that do not change lie in columns by `Sequence.req_index`, the small integer of a running sequence. They
-are filled in once, when the sequence gets its index; a step gathers those of its rows in one operation. Only lengths,
-and the histories of penalties and bad words, are new each step.
+Parameters that do not change lie in columns by `Sequence.req_index`. They are filled in once, when the sequence gets
+its index; a step gathers those of its rows in one operation. Only lengths, and the histories of penalties and bad
+words, are new each step.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
 PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # of EXTRA
 EDITS = PENALISED | BIASED | ALLOWED | BAD_WORDS | MIN_TOKENS | GRAMMAR
-MOST_TOP_K = 1 << 31  # more than any vocabulary, which is the same as off
+MOST_TOP_K = 1 << 31  # tokens; more than any vocabulary, so the filter is off
 # A lower temperature could round to 0, which stands for greedy, and a higher one to infinity.
 _COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class ParamColumns:
-    """(8, S) int64, the numbers above by seat; rows that hold fractions are float64 in the same bits."""
+    """(8, S) int64, the rows above by `req_index`; rows that hold fractions are float64 in those bits."""
 
     def __init__(self) -> None:
         self._ints: Ints = np.zeros((EXTRA + 1, 1), np.int64)
@@ -54,7 +54,7 @@ class ParamColumns:
         self._plain: list[TokenSampler | None] = [None]  # None: not by drawing alone
 
     def fill(self, req_index: int, sequence: Sequence) -> None:
-        """Once for each sequence that gets the seat."""
+        """Fill in the column of a sequence, once for each that gets the index."""
         if req_index >= len(self._owners):
             more = max(req_index + 1, 2 * len(self._owners)) - len(self._owners)
             self._ints = np.pad(self._ints, ((0, 0), (0, more)))
@@ -80,17 +80,17 @@ class ParamColumns:
         self._plain[req_index] = None if extra & ~MIN_TOKENS else sampler
 
     def samplers(self, sequences: SequenceOf[Sequence], req_indices: Iterable[int]) -> list[TokenSampler] | None:
-        """How the sequences of these seats draw; None where one asks for more, such as changed logits or logprobs."""
-        found: list[TokenSampler] = []
+        """Return the sequences' samplers; None where one has changed logits, or logprobs."""
+        samplers: list[TokenSampler] = []
         for sequence, req_index in zip(sequences, req_indices, strict=True):
             sampler = self._plain[req_index]
             if sampler is None or len(sequence.tokens) - sequence.num_prompt < sequence.params.min_tokens:
                 return None
-            found.append(sampler)
-        return found
+            samplers.append(sampler)
+        return samplers
 
     def req_indices(self, sequences: SequenceOf[Sequence]) -> Ints:
-        """The seats of the sequences; columns of new sequences are filled in."""
+        """Return the indices of the sequences; columns of new sequences are filled in."""
         for sequence in sequences:
             req_index = sequence.req_index
             if req_index >= len(self._owners) or self._owners[req_index] is not sequence:
@@ -98,7 +98,7 @@ class ParamColumns:
         return np.array([sequence.req_index for sequence in sequences], np.int64)
 
     def take(self, req_indices: Ints) -> Ints:
-        """(8, B)"""
+        """Return (8, B) columns."""
         return self._ints.take(req_indices, 1)
 
 
@@ -109,7 +109,7 @@ class BatchParams(NamedTuple):
     columns: Ints  # (8, B)
     lengths: Ints  # (B,) committed tokens
     form: FilterSet
-    extra: int  # of all
+    extra: int  # bits of EXTRA that some sequence has
 
     @property
     def edits(self) -> bool:
@@ -122,7 +122,7 @@ class BatchParams(NamedTuple):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The largest `logprobs` of the sequences."""
+        """Return the largest `logprobs` of the sequences."""
         if not self.extra & LOGPROBS:
             return None
         return max(one.params.logprobs for one in self.sequences if one.params.logprobs is not None)
@@ -139,9 +139,9 @@ class _History:
 
 
 class _Allowed(NamedTuple):
-    """The tokens that one request may draw."""
+    """Tokens that one request may draw."""
 
-    params: SamplingParams  # kept: they are found by identity
+    params: SamplingParams  # the key is their identity, so they must stay alive
     mask: Tensor  # (V,) bool
     fallback: int
 
@@ -156,22 +156,28 @@ class SamplingMetadataBuilder:
     def params(
         self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, req_indices: Ints | None = None
     ) -> BatchParams:
-        """`lengths`: given where sequences have tokens that the host has not read. `req_indices`: given if every
-        sequence was `fill`ed in, so that none need be checked."""
+        """Return the step's parameters.
+
+        `lengths` of sequences that have tokens which the host has not read; `req_indices` of sequences that were all
+        `fill`ed in, so that none is checked.
+        """
         if req_indices is None and any(sequence.req_index < 0 for sequence in sequences):  # outside of an engine
             columns = ParamColumns()
             for req_index, sequence in enumerate(sequences):
                 columns.fill(req_index, sequence)
-            taken = columns.take(np.arange(len(sequences)))
+            step_columns = columns.take(np.arange(len(sequences)))
         else:
-            taken = self.columns.take(self.columns.req_indices(sequences) if req_indices is None else req_indices)
+            indices = self.columns.req_indices(sequences) if req_indices is None else req_indices
+            step_columns = self.columns.take(indices)
         if lengths is None:
             lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-        form, extra = (int(part.reduce(taken[row])) for part, row in ((np.maximum, FORM), (np.bitwise_or, EXTRA)))
-        return BatchParams(sequences, taken, lengths, FilterSet(form), extra)
+        form, extra = (
+            int(part.reduce(step_columns[row])) for part, row in ((np.maximum, FORM), (np.bitwise_or, EXTRA))
+        )
+        return BatchParams(sequences, step_columns, lengths, form, extra)
 
     def samplers(self, sequences: SequenceOf[Sequence], req_indices: Ints | None) -> list[TokenSampler] | None:
-        """For the walk on the host; None where it does not serve. `req_indices` as in `params`."""
+        """Return samplers for the walk on the host; None where it does not serve. `req_indices` as in `params`."""
         if req_indices is not None:
             return self.columns.samplers(sequences, req_indices.tolist())
         columns = ParamColumns()
@@ -180,14 +186,14 @@ class SamplingMetadataBuilder:
         return columns.samplers(sequences, range(len(sequences)))
 
     def metadata(self, sequences: SequenceOf[Sequence]) -> SamplingMetadata:
-        """The controls at the sequences' current lengths."""
+        """Return the metadata at the sequences' current lengths."""
         return self.build(self.params(sequences))[0]
 
     def draws(self, sequences: SequenceOf[Sequence]) -> DrawKeys:
         return self.build(self.params(sequences))[1]
 
     def build(self, of: BatchParams, grammar: GrammarMasks | None = None) -> tuple[SamplingMetadata, DrawKeys]:
-        """On the device, in one copy. `grammar` masks p at the nodes of a draft; a drafter leaves it out."""
+        """Build tensors on the device, in one copy. `grammar` masks p at the nodes of a draft; a drafter omits it."""
         on_device = sent(torch.from_numpy(np.vstack((of.columns[:SENT], of.lengths))), self._device)
         floats = on_device.view(torch.float64)
         draws = DrawKeys(key=on_device[KEY], committed=on_device[SENT])
@@ -198,11 +204,11 @@ class SamplingMetadataBuilder:
         return SamplingMetadata.of(of.form, *filters, grammar=grammar, **self._edits(of)), draws
 
     def edits(self, of: BatchParams, grammar: GrammarMasks | None = None) -> SamplingMetadata:
-        """Only the controls that change single logits."""
+        """Build only what changes single logits."""
         return SamplingMetadata.of(FilterSet.GREEDY, grammar=grammar, **self._edits(of))
 
     def masks(self, of: BatchParams, draft: Draft) -> GrammarMasks | None:
-        """Of sequences with a grammar, at every node. The draft's tokens are read, wherever they lie."""
+        """Return the masks of sequences with a grammar, at every node. The draft's tokens are read, on any device."""
         if not of.extra & GRAMMAR:
             return None
         tokens, parents = (part.cpu().numpy() for part in (draft.tokens, draft.parents))
@@ -233,14 +239,13 @@ class SamplingMetadataBuilder:
         return parts | {"fallback": self._ints(fallbacks)}
 
     def _allowed(self, sequences: SequenceOf[Sequence]) -> dict[int, _Allowed]:
-        """By identity of the parameters, which the n answers to a prompt share."""
+        """Return masks by identity of the parameters, which the n answers to a prompt share."""
         live = {id(sequence.params): sequence.params for sequence in sequences}
-        kept = {key: allowed for key, allowed in self._masks.items() if key in live}
-        self._masks = {key: kept[key] if key in kept else self._mask(params) for key, params in live.items()}
+        self._masks = {key: self._masks.get(key) or self._mask(params) for key, params in live.items()}
         return self._masks
 
     def _mask(self, params: SamplingParams) -> _Allowed:
-        """The fallback of a sequence that may draw no token at all is EOS, but never a token it did not allow."""
+        """Return the tokens that are allowed; the fallback where all are banned is EOS if it is one of them."""
         ids, eos = params.allowed_token_ids, self._eos[0] if self._eos else 0
         if not ids:
             return _Allowed(params, torch.ones(self._vocab_size, dtype=torch.bool, device=self._device), eos)
@@ -253,8 +258,8 @@ class SamplingMetadataBuilder:
         histories = [self._history(sequence) for sequence in sequences]
 
         def values(of: Callable[[SamplingParams], float | None], neutral: float) -> Tensor:
-            given = [of(sequence.params) for sequence in sequences]
-            return sent(torch.tensor([neutral if value is None else value for value in given]), self._device)
+            params = [of(sequence.params) for sequence in sequences]
+            return sent(torch.tensor([neutral if value is None else value for value in params]), self._device)
 
         return Penalties(
             repetition=values(lambda p: p.repetition_penalty, 1.0),
@@ -281,8 +286,8 @@ class SamplingMetadataBuilder:
         most = max(len(sequence.bad_words) for sequence in sequences)
 
         def flush_right(tokens: SequenceOf[int], width: int) -> list[int]:
-            kept = list(tokens)[-width:] if width else []
-            return [-1] * (width - len(kept)) + kept
+            last = list(tokens)[-width:] if width else []
+            return [-1] * (width - len(last)) + last
 
         words = [
             [flush_right(word, longest) for word in (*sequence.bad_words, *[()] * (most - len(sequence.bad_words)))]

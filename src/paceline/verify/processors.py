@@ -1,19 +1,14 @@
-"""From the model's logits to p, exactly, at every node of a draft.
+"""Sampling parameters as tensors, and those that change single logits: penalties, biases and bans at every node.
 
 In this order, as vLLM: repetition penalty (prompt and output), frequency and presence penalties (output), logit_bias,
-bans (allowed_token_ids, a grammar, bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p,
-top_k, top_p, each over the tokens that the one before kept. A node's history is its sequence's committed tokens and its
-own drafted ancestors, so a tree of nodes gives the same result as a loop of one-token calls.
-
-A row's result has the same bits in any batch: no sum here runs across rows, or along a row in an order that
-depends on their number. The three filters keep every token at or above one threshold, so tokens tied with the last one
-kept are kept too, and the result does not depend on any order of equal logits.
+bans (allowed_token_ids, a grammar, bad words, min_tokens); a greedy row takes its argmax after them, others go on to
+distribution.py. A node's history is its sequence's committed tokens and its own drafted ancestors, so a tree of nodes
+gives the result of a loop of one-token calls.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -23,11 +18,6 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft, ancestors
-from paceline.core.verdict import INVALID, Logprobs
-from paceline.verify.dispatch import on_device
-
-CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
-ROWS_AT_A_TIME = 64  # whose logprobs are computed together: each takes several rows of the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +33,7 @@ class Penalties:
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """logit_bias of S sequences, as lists of different lengths."""
+    """Biases (logit_bias) of S sequences, as lists of different lengths."""
 
     tokens: Tensor  # (S, K) int64, -1 = padding
     values: Tensor  # (S, K)
@@ -75,8 +65,8 @@ class GrammarMasks:
 
 
 class FilterSet(IntEnum):
-    """Which columns the controls of a step have. A sequence without such a parameter has a neutral value, which changes
-    no bit of its result, so a row's token does not depend on the form of its step."""
+    """Columns of a step's parameters. A sequence that lacks a parameter has a neutral value there, which changes no bit
+    of its result, so a row's token does not depend on the columns of its step."""
 
     GREEDY = 0  # none
     DRAWS = 1  # temperature
@@ -85,7 +75,7 @@ class FilterSet(IntEnum):
 
     @staticmethod
     def of(*, greedy: bool, top_k: bool, filters: bool) -> FilterSet:
-        """The smallest form that has a sequence's parameters."""
+        """Return the smallest set that has a sequence's parameters."""
         return (
             FilterSet.GREEDY
             if greedy
@@ -99,7 +89,7 @@ class FilterSet(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingMetadata:
-    """The parameters of S sequences. A part no sequence uses is None and costs nothing."""
+    """Parameters of S sequences. A part that no sequence uses is None and costs nothing."""
 
     temperature: Tensor | None = None  # (S,), 0 = greedy; None: all are
     top_k: Tensor | None = None  # (S,) int64, 0 = off
@@ -122,7 +112,7 @@ class SamplingMetadata:
         min_p: Tensor | None = None,
         **edits: Any,
     ) -> SamplingMetadata:
-        """With the columns of the form."""
+        """Return the parameters with the columns of the form."""
         return SamplingMetadata(
             temperature=temperature if form >= FilterSet.DRAWS else None,
             top_k=top_k if form >= FilterSet.TOP_K else None,
@@ -138,7 +128,7 @@ class SamplingMetadata:
 
     @functools.cached_property
     def on_host(self) -> list[tuple[float, int, float, float]]:
-        """temperature, top_k, top_p and min_p of each sequence as plain numbers."""
+        """Return temperature, top_k, top_p and min_p of each sequence as plain numbers."""
         assert self.temperature is not None
         off: list[tuple[Tensor | None, float]] = [(self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0)]
         size = self.temperature.shape[0]
@@ -154,22 +144,22 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The origin of each of R rows of logits: the root or a node of one sequence's draft."""
+    """Origins of R rows of logits: each the root or a node of one sequence's draft."""
 
-    seq: Tensor  # (R,) int64, index into the controls
+    seq: Tensor  # (R,) int64, index into the sampling metadata
     node: Tensor  # (R,) int64, -1 = the root
     depth: Tensor  # (R,) int64, 0 = the root
     path: Tensor  # (R, D) int64, tokens of the drafted ancestors, the node itself last, -1 beyond
 
     @staticmethod
     def roots(batch: int, device: torch.device | str = "cpu") -> Nodes:
-        """Row i is sequence i with nothing drafted."""
+        """Return rows that are sequences with nothing drafted."""
         seq = torch.arange(batch, device=device)
         return Nodes(seq=seq, node=torch.full_like(seq, -1), depth=torch.zeros_like(seq), path=seq.new_empty(batch, 0))
 
     @staticmethod
     def of(draft: Draft, seq: Tensor, node: Tensor, max_depth: int, *, with_path: bool = True) -> Nodes:
-        """Rows that stand for node `node` (-1 = the root) of row `seq` of the draft.
+        """Return the rows of node `node` (-1 = the root) of row `seq` of the draft.
 
         Only penalties and bad words read the path; without them it need not be computed.
         """
@@ -190,22 +180,12 @@ class Nodes:
         )
 
     def take(self, rows: Tensor) -> Nodes:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Nodes(seq=self.seq[rows], node=self.node[rows], depth=self.depth[rows], path=self.path[rows])
 
 
-@on_device
-def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
-    """(R, V) logits whose softmax is p; of a greedy row only the argmax matters. Never writes into its input."""
-    edited = edit(logits, metadata, nodes)
-    if metadata.temperature is None:
-        return edited
-    # The first step that writes makes a copy; later ones write into it.
-    return _sharpen(edited, metadata, nodes, torch.empty_like(edited) if edited is logits else edited)
-
-
 def edit(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
-    """Logits after penalties, biases and bans, of which a greedy row takes the argmax; the input if there are none."""
+    """Return logits after penalties, biases and bans; the input if there are none. A greedy row takes their argmax."""
     if metadata.edits and logits.dtype.itemsize < 4:
         logits = logits.float()  # half precision cannot hold the sum of a logit and a bias
     if metadata.penalties is not None:
@@ -226,43 +206,12 @@ def edit(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
     return logits if banned is logits else _allow_fallback_(banned, logits, metadata.fallback, nodes)
 
 
-@on_device
-def probabilities(logits: Tensor) -> Tensor:
-    """p of processed logits, in their dtype."""
-    return torch.softmax(logits, -1)
-
-
-def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
-    """log softmax of the raw logits (..., V) at the tokens (...), and the `top` most likely tokens of each row."""
-    scores = torch.log_softmax(raw, -1)
-    chosen = scores.gather(-1, tokens[..., None])
-    best = scores.topk(min(top, scores.shape[-1]), -1)
-    rank = (scores > chosen).sum(-1) + 1
-    return Logprobs(chosen=chosen[..., 0], rank=rank, top_tokens=best.indices, top=best.values)
-
-
-def logprobs_at(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Logprobs:
-    """`logprobs` of rows (...) of the logits (R, V), a few at a time: all of them together may take gigabytes."""
-    parts = zip(*(torch.split(part.flatten(), ROWS_AT_A_TIME) for part in (rows, tokens)), strict=True)
-    found = [vars(logprobs(logits[some], chosen, top)) for some, chosen in parts]
-    joined = {name: torch.cat([part[name] for part in found]) for name in found[0]}
-    return Logprobs(**{name: part.view(*rows.shape, *part.shape[1:]) for name, part in joined.items()})
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """(R,) the first of the highest; INVALID where that is NaN or infinite."""
-    values = logits.numpy()  # whose argmax is thirty times faster than torch's; a NaN counts as the highest
-    best = values.argmax(-1)
-    best[~np.isfinite(values[np.arange(len(best)), best])] = INVALID
-    return torch.from_numpy(best)
-
-
 def _by_row(values: Tensor, logits: Tensor, nodes: Nodes) -> Tensor:
     return values[nodes.seq][:, None].to(logits.dtype)  # (R, 1)
 
 
 def _penalise(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
-    """All tokens of all rows at once, without reading a value."""
+    """Penalise all tokens of all rows at once, without reading a value."""
     counts = penalties.counts[nodes.seq]  # (R, V), a copy
     if nodes.path.shape[1]:
         counts.scatter_add_(1, nodes.path.clamp_min(0), (nodes.path >= 0).to(counts.dtype))
@@ -272,7 +221,7 @@ def _penalise(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
 
 
 def _penalise_rows(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
-    """The same on the host: only rows with penalties, and only the tokens they have seen."""
+    """Penalise only rows with penalties, and only the tokens they have seen; on the host."""
     logits = logits.clone()
     rates = torch.stack((penalties.repetition, penalties.frequency, penalties.presence), 1).to(logits.dtype)
     asked = (rates != rates.new_tensor([1, 0, 0])).any(1).tolist()
@@ -292,7 +241,7 @@ def _penalise_rows(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor
 
 
 def _penalised(logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Logits of tokens seen before, `counts` times in the output. Banned tokens stay banned."""
+    """Return the logits of tokens seen before, `counts` times in the output. Banned tokens stay banned."""
     info = torch.finfo(logits.dtype)
     rate = repetition.clamp(info.tiny, info.max)
     repeated = torch.where(logits > 0, logits / rate, logits * rate).clamp(info.min, info.max)
@@ -306,7 +255,7 @@ def _add(logits: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
 
 
 def _ban(logits: Tensor, tokens: Tensor, hit: Tensor) -> Tensor:
-    """-inf at (R, K) tokens where hit. Adding keeps a ban when another entry for the same token does not apply."""
+    """Ban (R, K) tokens where hit. Adding -inf keeps a ban when another entry for the token does not apply."""
     values = torch.where(hit, -torch.inf, 0.0).to(logits.dtype)
     return logits.scatter_add(1, tokens.clamp_min(0), values)
 
@@ -334,61 +283,9 @@ def _ends(limits: MinTokens, nodes: Nodes) -> tuple[Tensor, Tensor]:
 
 
 def _allow_fallback_(logits: Tensor, before: Tensor, fallback: Tensor | None, nodes: Nodes) -> Tensor:
-    """Where every token is banned one must still be drawn: the fallback gets probability 1. A row that was -inf before
+    """Give the fallback probability 1 where every token is banned: one must still be drawn. A row that was -inf before
     the bans is the model's fault, and stays as it is."""
     token = torch.zeros_like(nodes.seq) if fallback is None else fallback[nodes.seq]
     impossible = (logits.amax(-1, keepdim=True) == -torch.inf) & (before.amax(-1, keepdim=True) > -torch.inf)
     value = torch.where(impossible, 0.0, logits.gather(1, token[:, None]))
     return logits.scatter_(1, token[:, None], value)
-
-
-def _sharpen(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes, out: Tensor) -> Tensor:
-    """The distance to the row's highest logit, over the temperature, and the filters; row by row, since a row stays in
-    the cache. No temperature overflows, and no filter can drop the highest; greedy rows are only shifted."""
-    info = torch.finfo(logits.dtype)
-    for source, target, seq in zip(logits, out, nodes.seq.tolist(), strict=True):
-        temperature, top_k, top_p, min_p = metadata.on_host[seq]
-        peak = float(source.amax())
-        torch.sub(source, peak, out=target)
-        if temperature == 0 or not math.isfinite(peak):  # greedy, or a row that is not finite
-            continue
-        if temperature != 1:
-            target.div_(min(max(temperature, info.tiny), info.max))
-        if metadata.filters:
-            _keep_(target, threshold(target.numpy(), top_k, top_p, min_p))
-    return out
-
-
-def _keep_(logits: Tensor, threshold: float) -> None:
-    """-inf below the threshold of one row, several times faster than with a mask."""
-    if threshold > -math.inf:
-        under = np.nextafter(logits.numpy().dtype.type(threshold), -math.inf)
-        torch.threshold_(logits, float(under), -math.inf)
-
-
-def threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: float) -> float:
-    """The lowest logit of one row (V,) that is kept; on the host, where numpy selects and sorts faster than torch."""
-    vocab = logits.shape[0]
-    lowest = float(logits.dtype.type(math.log(min_p))) if min_p > 0 else -math.inf
-    if 0 < top_k < vocab:
-        lowest = max(lowest, float(np.partition(logits, vocab - top_k)[vocab - top_k]))
-    if top_p >= 1:
-        return lowest
-    kept = logits if lowest == -math.inf else logits[np.flatnonzero(logits >= lowest)]
-    weights = np.exp(kept)
-    total = float(weights.sum())
-    goal = top_p * total
-    # Tokens below this sum to less than 1 - top_p: the others reach top_p without them.
-    candidates = kept[np.flatnonzero(weights >= (1 - top_p) * total / vocab)]
-    for values, count in ((candidates, CANDIDATES), (candidates, vocab), (kept, vocab)):  # the last: against rounding
-        highest = _falling(values, count)
-        held = np.exp(highest).cumsum(dtype=np.float64)
-        if held[-1] >= goal:
-            break
-    return float(highest[min(int(held.searchsorted(goal)), highest.shape[0] - 1)])
-
-
-def _falling(values: np.ndarray[Any, Any], count: int) -> Any:
-    """The `count` highest, highest first."""
-    start = values.shape[0] - count
-    return np.sort(np.partition(values, start)[start:] if start > 0 else values)[::-1]

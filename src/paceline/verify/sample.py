@@ -17,28 +17,28 @@ from torch import Tensor
 
 from paceline.core.rng import Lane, bits, gumbel_from, unit_row
 from paceline.core.verdict import INVALID
-from paceline.verify.processors import probabilities
+from paceline.verify.distribution import probabilities
 
 BLOCK = 256
 SLACK = np.float32(1.001)  # against rounding: keeping too many candidates does no harm
 
 
 def sample(logits: Tensor, coins: Tensor) -> Tensor:
-    """(R,) the token whose interval of cumulative p = softmax(logits) contains the coin."""
+    """Return (R,) the token whose interval of cumulative p = softmax(logits) contains the coin."""
     if logits.shape[1] <= BLOCK:
         return _pick_batch(probabilities(logits), coins)
     return torch.tensor([_pick(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
 
 
 def pick_weighted(weights: Tensor, coins: Tensor) -> Tensor:
-    """(R,) the same by weights (R, V) that need not sum to 1, but to more than 0."""
+    """Return (R,) tokens by weights (R, V) that need not sum to 1, but to more than 0."""
     if weights.shape[1] <= BLOCK:
         return _pick_batch(weights, coins)
     return torch.tensor([_pick_weighted(*row) for row in zip(weights.numpy(), coins.tolist(), strict=True)])
 
 
 def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """(R,) argmax(log p + Gumbel(seed, position, token)); log p up to a constant is the processed logit."""
+    """Return (R,) argmax(log p + Gumbel(seed, position, token)); log p up to a constant is the processed logit."""
     keys = bits(Lane.GUMBEL, seed, position).tolist()
     return torch.tensor([pick_seeded_row(*row) for row in zip(logits.numpy(), keys, strict=True)])
 
@@ -53,7 +53,7 @@ def _pick_batch(weights: Tensor, coins: Tensor) -> Tensor:
 
 
 def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
-    """The token of one row (V,), among those of positive probability."""
+    """Return the token of one row (V,), among those of positive probability."""
     highest = logits.max()
     if not -math.inf < highest < math.inf:
         return INVALID
@@ -64,7 +64,7 @@ def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
 
 
 def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
-    """The token of one row (V,): first the block of tokens that contains the coin, then the token."""
+    """Return the token of one row (V,): first the block of tokens that contains the coin, then the token."""
     ends = np.add.reduceat(weights, np.arange(0, weights.shape[0], BLOCK), dtype=np.float64).cumsum()
     if not 0 < ends[-1] < math.inf:
         return INVALID
@@ -78,8 +78,8 @@ def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
 
 
 def pick_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
-    """`pick_seeded` of one row (V,). Logarithms are the costly part: they are computed only for tokens that can beat
-    the likeliest token's sum."""
+    """Return `pick_seeded` of one row (V,). Logarithms are costly: they are computed only for tokens that can beat the
+    likeliest token's sum."""
     best = int(logits.argmax())
     if not -math.inf < logits[best] < math.inf:
         return INVALID
@@ -95,5 +95,5 @@ def _tokens(vocab_size: int) -> np.ndarray[Any, Any]:
 
 
 def _possible(logits: np.ndarray[Any, Any]) -> Any:
-    """The tokens of a row (V,) of positive probability; None: all of them."""
+    """Return the tokens of a row (V,) of positive probability; None: all of them."""
     return np.flatnonzero(logits > -np.inf) if logits.min() == -np.inf else None

@@ -1,6 +1,6 @@
 """Laws 1 and 3: draw the target's own token at every node, and follow the draft while it agrees.
 
-At each node y is the token plain decoding commits there: the argmax (greedy), argmax(log p + Gumbel(seed, position,
+At each node y is the token that plain decoding commits: the argmax (greedy), argmax(log p + Gumbel(seed, position,
 token)) (seeded), or one fresh coin against cumulative p. The walk descends to the child that carries y and stops at the
 first node without one; y there is the recovered token, or the bonus at a leaf. y does not depend on the draft, so any
 draft is lossless here, sampled ones and ones with duplicates too.
@@ -20,15 +20,16 @@ from paceline.core.draft import Draft
 from paceline.core.rng import Lane, coin
 from paceline.core.verdict import Verdict
 from paceline.verify.dispatch import on_device
+from paceline.verify.distribution import argmax, probabilities, process
 from paceline.verify.outcome import outcome, take
-from paceline.verify.processors import Nodes, SamplingMetadata, argmax, probabilities, process
+from paceline.verify.processors import Nodes, SamplingMetadata
 from paceline.verify.sample import pick_seeded, pick_weighted, sample
 
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
 
 
 class SamplingMode(IntEnum):
-    """How a sequence draws its tokens."""
+    """Ways of drawing a sequence's tokens."""
 
     GREEDY = 0
     COIN = 1  # by a fresh coin: sampling without a seed
@@ -37,20 +38,20 @@ class SamplingMode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DrawKeys:
-    """How S sequences draw tokens from processed logits."""
+    """Keys and modes by which S sequences draw tokens from processed logits."""
 
     key: Tensor  # (S,) int64, the request's seed, or its private random key
     committed: Tensor  # (S,) int64, tokens (prompt and output) when the step starts
-    kind: Tensor | None = None  # (S,) int64 of DrawKind; None: all are greedy
+    kind: Tensor | None = None  # (S,) int64 of SamplingMode; None: all are greedy
     coins: bool = True  # some sequence may draw by coins, as far as the host knows
 
     @staticmethod
     def by_coins(key: Tensor, committed: Tensor) -> DrawKeys:
-        """Every sequence samples without a seed."""
+        """Return keys of sequences that all sample without a seed."""
         return DrawKeys(key=key, committed=committed, kind=torch.full_like(key, SamplingMode.COIN, dtype=torch.int64))
 
     def by(self, kind: SamplingMode) -> Tensor:
-        """(S,) bool: the sequences that draw in this way."""
+        """Return (S,) bool: the sequences that draw in this way."""
         if self.kind is None:
             return torch.full_like(self.key, kind == SamplingMode.GREEDY, dtype=torch.bool)
         return self.kind == kind
@@ -58,7 +59,7 @@ class DrawKeys:
 
 @on_device
 def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin) -> Tensor:
-    """(R,) the token of each row."""
+    """Return (R,) the token of each row."""
     if draws.kind is None:
         return argmax(logits)
     coins, seeded = (
@@ -91,7 +92,7 @@ def walk(
     max_depth: int,
     source: CoinSource = coin,
 ) -> Verdict:
-    """The walk of the rows (B',) of a draft, level by level: only nodes that it reaches are processed.
+    """Walk the rows (B',) of a draft, level by level: only nodes that are reached are processed.
 
     `row_of` (B, N + 1): slot -> row of logits, -1 for padding.
     """
@@ -103,8 +104,8 @@ def walk(
     live, owner, node = np.arange(batch), rows.numpy(), np.full(batch, -1)
     while True:
         at = row_of[torch.from_numpy(owner), torch.from_numpy(node + 1)]
-        here = nodes.take(at)
-        drawn = draw(process(logits[at], metadata, here), draws, here, source).numpy()
+        reached = nodes.take(at)
+        drawn = draw(process(logits[at], metadata, reached), draws, reached, source).numpy()
         children = used[owner] & (parents[owner] == node[:, None])
         agrees = children & (tokens[owner] == drawn[:, None])  # of equal siblings the first is taken
         last[live], leaf[live] = drawn, ~children.any(1)
@@ -126,9 +127,11 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
 def propose(
     logits: Tensor, metadata: SamplingMetadata, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
-    """(R,) a token for each row of a drafter's logits, and the q (R, V) they were drawn from, under the same parameters
-    as verification; None where no sequence draws by coins. Coins are of a lane of their own; seeded and greedy rows
-    draw the target's token if q equals p."""
+    """Return (R,) a token for each row of a drafter's logits, and the q (R, V) that they were drawn from.
+
+    q has the parameters of verification; it is None where no sequence draws by coins. Coins are of a lane of their own;
+    seeded and greedy rows draw the target's token if q equals p.
+    """
     processed = process(logits, metadata, nodes)
     if draws.kind is None or not draws.coins:
         return draw(processed, draws, nodes), None

@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p as one cut through each row's tempered logits, found without a sort.
+"""One cut through each row's tempered logits for min_p, top_k and top_p, found without a sort.
 
 Each filter keeps the tokens at or above a threshold: the highest at which they suffice in number (top_k) or in weight
 (top_p), among the tokens the filter before kept; so ties with the last token kept are kept. The bits of a float's
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.verify.cuda import tiles
-from paceline.verify.cuda.tiles import P, Tile, kernel, key_of, my_rows, owned_rows, programs, tempered
+from paceline.verify.cuda.tiles import LogitTiles, P, kernel, key_of, my_rows, owned_rows, programs, tempered
 from paceline.verify.processors import Nodes, SamplingMetadata
 
 WAYS = tl.constexpr(8)
@@ -26,8 +26,8 @@ _PASSES = {torch.float32: 11, torch.float64: 22}
 _LAST = {torch.float32: 0x7F7FFFFF, torch.float64: 0x7FEFFFFFFFFFFFFF}  # the key of the lowest finite number
 
 
-def cut(p: P, tile: Tile, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
-    """(R,) the highest `key_of` of a token that is kept."""
+def cut(p: P, tile: LogitTiles, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
+    """Return (R,) the highest `key_of` of a token that is kept."""
     assert metadata.temperature is not None
     search = _Search.of(p, tile, metadata, nodes)
     search.open(metadata.top_k, fresh=True, count=True)
@@ -41,10 +41,10 @@ def cut(p: P, tile: Tile, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
 
 @dataclass(frozen=True)
 class _Search:
-    """The interval (low, high] of keys each row's cut lies in."""
+    """The interval (low, high] of keys that holds each row's cut."""
 
     p: P
-    tile: Tile
+    tile: LogitTiles
     seq: Tensor
     temperature: Tensor
     min_p: Tensor | None
@@ -54,7 +54,7 @@ class _Search:
     pick: Tensor  # (R,) int32, which part of the previous interval this one is
 
     @staticmethod
-    def of(p: P, tile: Tile, metadata: SamplingMetadata, nodes: Nodes) -> _Search:
+    def of(p: P, tile: LogitTiles, metadata: SamplingMetadata, nodes: Nodes) -> _Search:
         assert metadata.temperature is not None
         like = torch.empty_like
         low, high = (like(p.peak, dtype=_INTS[p.peak.dtype]) for _ in range(2))

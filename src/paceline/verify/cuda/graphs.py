@@ -1,10 +1,10 @@
 """Verification of a step as one CUDA graph, captured at start-up for every form and size that can occur in serving.
 
 A step is padded: its rows of logits, its sequences and the width of its drafts to one of few sizes, and the columns of
-its controls to a `FilterSet`. All its numbers lie in one buffer of that size, which one copy from pinned memory fills;
-tokens, trees and q that only the device knows are copied into it on the device. Padding rows belong to sequence -1 and
-are skipped by the kernels, so they cost next to nothing and change no other row's bits. Logits are read from the buffer
-that all passes share. Steps outside of these sizes run kernel by kernel, and no graph is captured while serving.
+its parameters to a `FilterSet`. All its numbers lie in one buffer of that size, which one copy from pinned memory
+fills; tokens, trees and q that only the device knows are copied into it on the device. Padding rows belong to sequence
+-1 and are skipped by the kernels, so they cost next to nothing and change no other row's bits. Logits are read from the
+buffer that all passes share. Steps of other sizes run kernel by kernel, and no graph is captured while serving.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StepKey(NamedTuple):
     sampled: bool = False  # chains with a q
 
 
-class Staging(Protocol):
-    """Pinned buffers, used in turn (models/staging.py)."""
+class PinnedBuffers(Protocol):
+    """Pinned buffers, used in turn (platform/staging.py)."""
 
     def buffer(self, size: int) -> Any: ...
     def send(self, buffer: Any, to: Tensor, size: int) -> None: ...
@@ -83,8 +83,8 @@ class StepInputs:
     def _parts(self, ints: Any) -> dict[str, Any]:
         return {name: ints[place].reshape(shape) for name, (place, shape) in self._at.items()}
 
-    def fill(self, columns: Ints, draft: Draft, row_of: Tensor, plain: bool, staging: Staging) -> None:
-        """`columns` (7, B) as `COLUMNS`. A plain greedy step is determined by the number of its rows."""
+    def fill(self, columns: Ints, draft: Draft, row_of: Tensor, plain: bool, staging: PinnedBuffers) -> None:
+        """Fill in a step. `columns` (7, B) as `COLUMNS`. A plain greedy step depends on its rows alone."""
         batch, width = draft.batch, draft.width
         if plain and batch == self._plain:
             return
@@ -116,9 +116,9 @@ class StepInputs:
 
 
 class GraphCache:
-    """One call at a time, on one stream. Enabled on CUDA devices."""
+    """Graphs of verification by `StepKey`: one call at a time, on one stream. Enabled on CUDA devices."""
 
-    def __init__(self, device: torch.device, staging: Staging, recorder: GraphRecorder | None = None) -> None:
+    def __init__(self, device: torch.device, staging: PinnedBuffers, recorder: GraphRecorder | None = None) -> None:
         self.enabled = device.type == "cuda"
         self._device, self._staging, self._recorder = device, staging, recorder or GraphRecorder()
         self._logits = self._q = torch.empty(0, 0)
@@ -129,7 +129,7 @@ class GraphCache:
         return len(self._graphs)
 
     def key(self, form: FilterSet, draft: Draft, logits: Tensor) -> StepKey | None:
-        """The key of the step's graph; None: none was captured."""
+        """Return the key of the step's graph; None: none was captured."""
         if not self.enabled or logits.data_ptr() != self._logits.data_ptr() or not logits.is_contiguous():
             return None
         rows, width = len(logits), next((width for width in WIDTHS if draft.width <= width), -1)
@@ -153,14 +153,16 @@ class GraphCache:
         return verdict if draft.batch == key.batch else verdict.first(draft.batch)
 
     def prepare(self, logits: Tensor, sequences: int, rows: int, q_rows: int) -> None:
-        """Capture for up to so many sequences and rows of logits in a step, and rows of q (0: no drafter has a q).
-        `logits` is the whole buffer that passes write to."""
+        """Prepare for steps of up to these sequences, rows of logits, and rows of q (0: no drafter has q).
+
+        `logits` is the whole buffer that passes write to.
+        """
         self._logits, self._most = logits, rounded(sequences)
         self._q = torch.empty(q_rows, logits.shape[1], device=self._device)
         self._rows = min(max(rows, sequences), len(logits))
 
     def keys(self) -> Iterator[StepKey]:
-        """The keys that can occur in serving, the largest first: the graphs share scratch memory."""
+        """Yield the keys that can occur in serving, the largest first: the graphs share scratch memory."""
         keys: dict[StepKey, None] = {}
         for rows in range(self._rows, 0, -1):
             for form, width in itertools.product(FilterSet, WIDTHS):
@@ -171,22 +173,22 @@ class GraphCache:
         yield from keys
 
     def kinds(self) -> list[StepKey]:
-        """One key of each set of kernels."""
+        """Return one key of each set of kernels."""
         return list({(key.form, key.width, key.sampled): key for key in self.keys()}.values())
 
     def run(self, key: StepKey, verify: Verify) -> Verdict:
-        """A made-up step, kernel by kernel, which compiles and loads them."""
+        """Run a made-up step kernel by kernel, which compiles and loads them."""
         if key[1:4] not in self._inputs:
             self._inputs[key[1:4]] = StepInputs(*key[1:4], self._device)
         return self._work(key, verify)()
 
     def capture(self, key: StepKey, verify: Verify) -> None:
-        """Called after a `run`."""
+        """Capture the graph of a key, after a `run` of it."""
         work = self._work(key, verify)
         self._graphs[key] = self._recorder.capture(lambda: work().pack())
 
     def capture_all(self, verify: Verify) -> None:
-        started, before = time.perf_counter(), self._reserved()
+        started, before = time.perf_counter(), self._reserved_bytes()
         try:
             for key in self.keys():
                 self.run(key, verify)
@@ -195,20 +197,20 @@ class GraphCache:
             reason = str(problem).partition("\n")[0]
             log.warning("verification cannot be captured, and runs kernel by kernel: %s", reason)
             self.enabled = False
-        took, grown = time.perf_counter() - started, (self._reserved() - before) / 1e6
-        log.info("captured %d graphs of verification in %.1f s, %.0f MB", len(self), took, grown)
+        seconds, megabytes = time.perf_counter() - started, (self._reserved_bytes() - before) / 1e6
+        log.info("captured %d graphs of verification in %.1f s, %.0f MB", len(self), seconds, megabytes)
 
-    def _reserved(self) -> int:
+    def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved() if self._device.type == "cuda" else 0
 
     def _takes(self, q: Proposal | None, width: int) -> bool:
         if q is None:
             return False
-        same = q.probs.shape[1] == self._logits.shape[1] and q.probs.dtype == self._q.dtype
-        return q.ids is None and same and 0 < len(q.probs) <= len(self._q) and width == SAMPLED_WIDTH
+        fits = q.probs.shape[1] == self._logits.shape[1] and q.probs.dtype == self._q.dtype
+        return q.ids is None and fits and 0 < len(q.probs) <= len(self._q) and width == SAMPLED_WIDTH
 
     def _key(self, form: FilterSet, rows: int, width: int, sampled: bool) -> StepKey:
-        """A step of that many rows, padded."""
+        """Return the key of a step with these rows, padded."""
         padded = 1 << (rows - 1).bit_length() if width == WIDTHS[-1] else rounded(rows)
         padded = min(padded, len(self._logits))
         return StepKey(form, padded, min(padded, self._most) if width else padded, width, sampled)
@@ -241,6 +243,6 @@ class GraphCache:
 
 
 def rounded(rows: int) -> int:
-    """Rounded up to a power of two, or one and a half of it."""
+    """Return the rows, rounded up to a power of two or one and a half of it."""
     step = 1 << max((rows - 1).bit_length() - 2, 0)
     return -(-rows // step) * step

@@ -1,8 +1,8 @@
-"""Verification in Triton kernels: every row and node at once, no value read by the host, fit to be captured in a graph.
+"""Verification in Triton kernels: every row and node at once, and no value read by the host, so a graph can capture it.
 
-The rules, the coins and the noise are those of the modules above; enumeration runs over both. What differs is rounding:
-sums here are float64 over float32 terms, so p differs from a CPU's in its last bits, and the filters from a CPU's only
-where the weight reached is within rounding of top_p.
+Rules, coins and noise are those of verify/; enumeration runs over both. Rounding differs: sums are float64 over float32
+terms, so p differs from a CPU's in its last bits, and the filters from a CPU's only where the weight reached is within
+rounding of top_p.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.verify.walk import CoinSource, DrawKeys
 
 
 def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
-    """As processors.process."""
+    """As distribution.process."""
     edited = edit(logits, metadata, nodes)
     if metadata.temperature is None:
         return edited
@@ -33,7 +33,7 @@ def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """As processors.probabilities: the same p that the rules compare with q, so that equal logits give q equal to p."""
+    """As distribution.probabilities: the p that the rules compare with q, so equal logits give q equal to p."""
     return _plain(logits).weighed().write(probabilities=True)
 
 
@@ -46,7 +46,7 @@ def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coi
 def propose(
     logits: Tensor, metadata: SamplingMetadata, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
-    """As walk.propose. A token is drawn from the same weights as q, as the walk draws from those of p."""
+    """As walk.propose. A token is drawn from the weights of q, as the walk draws from those of p."""
     target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes).filtered(metadata, nodes)
     if draws.kind is None or not draws.coins:
         return draw_tokens(_for_coins(target, draws), draws, nodes, source), None
@@ -86,7 +86,7 @@ def verify_rows(
 
 
 def _for_coins(target: TargetDistribution, draws: DrawKeys) -> TargetDistribution:
-    """Weighed where a row may sample, whether by a coin or not: so kernels are compiled once."""
+    """Weigh the target where a row may sample, by a coin or not: so kernels are compiled once."""
     return target if draws.kind is None else target.weighed(draws.kind)
 
 

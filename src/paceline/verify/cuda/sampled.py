@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft
 from paceline.verify.cuda.target_distribution import TargetDistribution
-from paceline.verify.cuda.tiles import P, Tile, divide, inverse, kernel, probability
+from paceline.verify.cuda.tiles import LogitTiles, P, divide, inverse, kernel, probability
 
 
 class Q(NamedTuple):
@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
     p: P
     q: Q
     chains: Chains
-    tile: Tile
+    tile: LogitTiles
 
     @staticmethod
     def of(draft: Draft, target: TargetDistribution, row_of: Tensor) -> Sampled:

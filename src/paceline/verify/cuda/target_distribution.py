@@ -1,4 +1,4 @@
-"""From logits to p of every row at once, as a function rather than a tensor: highest logit, temperature, cut, total."""
+"""The target's p of every row as a function of the logits and four numbers: highest, temperature, cut and total."""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from paceline.verify.cuda import tiles
 from paceline.verify.cuda.cut import cut
 from paceline.verify.cuda.tiles import (
     COIN,
+    LogitTiles,
     P,
-    Tile,
     inverse,
     kept,
     kernel,
@@ -32,16 +32,16 @@ class TargetDistribution:
     """R rows of logits, and the numbers per row that turn them into p."""
 
     p: P
-    tile: Tile
+    tile: LogitTiles
     seq: Tensor  # (R,) int64, the sequence of each row; -1: padding, skipped
     best: Tensor  # (R,) int64, the first of the highest; INVALID where a logit is not a number
     shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over the tokens kept
 
     @staticmethod
     def of(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> TargetDistribution:
-        """From logits to which penalties, biases and bans are already applied."""
+        """Compute from logits to which penalties, biases and bans are already applied."""
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        tile, rows = Tile.of(logits), logits.shape[0]
+        tile, rows = LogitTiles.of(logits), logits.shape[0]
         peak = logits.new_empty(rows, dtype=tile.torch_dtype)
         scale = None if metadata.temperature is None else torch.empty_like(peak)
         best = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -55,14 +55,17 @@ class TargetDistribution:
         return TargetDistribution(p, tile, nodes.seq, best)
 
     def filtered(self, metadata: SamplingMetadata, nodes: Nodes) -> TargetDistribution:
-        """With the cut of the filters."""
+        """Return the distribution with the cut of the filters."""
         if metadata.temperature is None or not metadata.filters:
             return self
         return replace(self, p=self.p._replace(cut=cut(self.p, self.tile, metadata, nodes)))
 
     def weighed(self, kind: Tensor | None = None) -> TargetDistribution:
-        """With the sums that turn weights into probabilities. With `kind` (S,), how sequences draw: only the sums of
-        the splits, and only of rows drawn by coins, which is all that a coin needs."""
+        """Return the distribution with the sums that turn weights into probabilities.
+
+        With `kind` (S,), the sequences' sampling modes: only the sums of the splits, which suffice for a coin, and only
+        of rows that draw by coins.
+        """
         rows, tile = self.best.shape[0], self.tile
         shares = self.p.peak.new_empty(rows, tile.splits, dtype=torch.float64)
         _weigh[tile.grid(rows)](self.p, self.seq, kind, shares, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
@@ -73,7 +76,7 @@ class TargetDistribution:
         return replace(self, p=self.p._replace(total=total), shares=shares)
 
     def write(self, *, probabilities: bool) -> Tensor:
-        """(R, V) processed logits, or p."""
+        """Return (R, V) processed logits, or p."""
         rows = self.best.shape[0]
         out = self.p.peak.new_empty(rows, self.p.vocab)
         _write[self.tile.grid(rows)](self.p, out, rows, probabilities, self.tile.dtype, tiles.ROWS, self.tile.block)

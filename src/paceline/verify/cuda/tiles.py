@@ -17,11 +17,10 @@ from torch import Tensor
 
 from paceline.platform.launch import INTERPRETED
 
-BLOCK = 4096
-STEPS = (1, 16, 64)
-COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # of walk.DrawKind
-# Rows of a program. The interpreter's time grows with programs, a device's with rows.
-ROWS = 4096 if INTERPRETED else 1
+BLOCK = 4096  # tokens of a split
+STEPS = (1, 16, 64)  # nodes that kernels are compiled for
+COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # of walk.SamplingMode
+ROWS = 4096 if INTERPRETED else 1  # of a program; the interpreter's time grows with programs, a device's with rows
 
 
 class P(NamedTuple):
@@ -36,8 +35,8 @@ class P(NamedTuple):
     total: Tensor | None = None  # (R,) float64
 
 
-class Tile(NamedTuple):
-    """How a kernel divides rows of logits; its constants."""
+class LogitTiles(NamedTuple):
+    """Division of rows of logits among programs; constants of a kernel."""
 
     splits: int
     block: int  # tokens in a split, a power of two
@@ -45,11 +44,11 @@ class Tile(NamedTuple):
     dtype: Any  # tl.float32 or tl.float64
 
     @staticmethod
-    def of(logits: Tensor) -> Tile:
+    def of(logits: Tensor) -> LogitTiles:
         block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
         splits = triton.cdiv(logits.shape[1], block)
         dtype = tl.float64 if logits.dtype == torch.float64 else tl.float32
-        return Tile(splits, block, triton.next_power_of_2(splits), dtype)
+        return LogitTiles(splits, block, triton.next_power_of_2(splits), dtype)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -60,7 +59,7 @@ class Tile(NamedTuple):
 
 
 def steps(count: int) -> int:
-    """`count` nodes or tokens of a step, rounded up to one of few numbers: a kernel is compiled for each."""
+    """Round nodes or tokens of a step up to one of few numbers: a kernel is compiled for each."""
     return next((size for size in STEPS if count <= size), triton.next_power_of_2(count))
 
 
@@ -69,7 +68,7 @@ def programs(rows: int) -> int:
 
 
 def kernel(function):
-    """Decorator of a kernel that is launched; it is not compiled anew for other numbers of rows or nodes."""
+    """Decorate a kernel that is launched; it is not compiled anew for other numbers of rows or nodes."""
     return triton.jit(function, do_not_specialize=["rows", "count", "width", "depth"])
 
 
@@ -109,7 +108,7 @@ def key_of(tempered, DTYPE: tl.constexpr):
 
 @triton.jit
 def tempered(p, row, live, token, DTYPE: tl.constexpr):
-    """(ROWS, X) of tokens (1 or ROWS, X): as processors._temper; -inf beyond the vocabulary."""
+    """(ROWS, X) of tokens (1 or ROWS, X): as distribution.process before filters; -inf beyond the vocabulary."""
     here = live[:, None] & (token < p.vocab)
     logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
     # In an INVALID row, whose peak is inf, every token becomes -inf: maximum returns the operand that is not NaN.

@@ -35,10 +35,14 @@ from paceline.verify.walk import CoinSource, DrawKeys
 
 
 def draw_tokens(target: TargetDistribution, draws: DrawKeys, nodes: Nodes, source: CoinSource) -> Tensor:
-    """(R,) the token of each row. `target` is weighed unless all are greedy."""
+    """Return (R,) the token of each row. `target` is weighed unless all are greedy."""
     if draws.kind is None:
         return target.best
-    rows, tile, p = target.best.shape[0], target.tile, target.p._replace(total=None)  # so they are compiled once
+    rows, tile, p = (
+        target.best.shape[0],
+        target.tile,
+        target.p._replace(total=None),
+    )  # one form, so kernels are compiled once
     key, committed, tokens = draws.key[nodes.seq], draws.committed[nodes.seq], torch.empty_like(target.best)
     coins = source(Lane.WALK, key, committed, nodes.node)
     # The noise is keyed by the token's position, whichever step or node draws it.
@@ -57,7 +61,7 @@ def draw_tokens(target: TargetDistribution, draws: DrawKeys, nodes: Nodes, sourc
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdict: Verdict) -> None:
     """Fill in the rows (B',; -1: skipped) of the verdict; None: all."""
     count = draft.batch if rows is None else rows.shape[0]
-    # A draft may be cut out of wider tensors; the kernel takes its rows to lie one behind the other.
+    # A draft may be cut out of wider tensors; the kernel needs rows that lie one behind the other.
     tokens, parents, num_nodes = (one.contiguous() for one in (draft.tokens, draft.parents, draft.num_nodes))
     _walk[(programs(count),)](
         tokens, parents, num_nodes, drawn, row_of.contiguous(), rows,
@@ -155,8 +159,8 @@ def put(
     """Rows of the verdict: the accepted nodes `path` and their tokens `run`, and the token drawn after them."""
     column = tl.arange(0, COLUMNS)[None, :]
     end = column == length[:, None]
-    final = tl.where(inner, 1, 2)[:, None]  # Kind.RECOVERED, Kind.BONUS
-    kind = tl.where(column < length[:, None], 0, tl.where(end, final, 3)).to(tl.uint8)  # Kind.DRAFTED, Kind.PAD
+    final = tl.where(inner, 1, 2)[:, None]  # RECOVERED, BONUS of TokenKind
+    kind = tl.where(column < length[:, None], 0, tl.where(end, final, 3)).to(tl.uint8)  # DRAFTED, PAD
     tl.store(out_accepted + row, length.to(tl.int64), live)
     tl.store(out_path + row[:, None] * depth + column, path, live[:, None] & (column < depth))
     here = live[:, None] & (column <= depth)
