@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, overload
 
-from paceline.config import NONE
-
 
 @dataclass
 class SpeculationStats:
@@ -46,13 +44,6 @@ class SpeculationStats:
     @property
     def mean_draft_length(self) -> float | None:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
-
-    def add(self, nodes: int, depth: int, accepted: int, committed: int, method: str = NONE) -> None:
-        """Count one verified step, whose draft had `nodes` nodes, the deepest at `depth`."""
-        self.num_target_passes += 1
-        self.num_committed_tokens += committed
-        if nodes:
-            self.add_draft(nodes, depth, accepted, method)
 
     def add_draft(self, nodes: int, depth: int, accepted: int, method: str) -> None:
         self.num_drafts += 1

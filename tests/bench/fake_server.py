@@ -69,7 +69,10 @@ class FakeServer(ThreadingHTTPServer):
 
     def count(self, chunks: list[list[str]]) -> None:
         for chunk in chunks:
-            self.stats.add(*[self.behaviour.per_chunk - 1] * 2, len(chunk) - 1, len(chunk))
+            self.stats.num_target_passes += 1
+            self.stats.num_committed_tokens += len(chunk)
+            if nodes := self.behaviour.per_chunk - 1:
+                self.stats.add_draft(nodes, nodes, len(chunk) - 1, "none")
 
     def metrics(self) -> str:
         prefix, stats = self.behaviour.metrics, self.stats

@@ -58,8 +58,8 @@ from tests.helpers.contract_toys import (
     repeating,
     run,
 )
+from tests.helpers.errors import refused
 from tests.helpers.fakes import requests_strategy
-from tests.helpers.refusals import refuses
 
 METHODS = list(TABLE)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
@@ -344,7 +344,7 @@ def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
     assert used[2]
     assert engine.drafters.failures == 0
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    with refuses("speculation"):
+    with refused("speculation"):
         engine.add_request("x", [1], params(speculation=f"{method}:third"))
 
 

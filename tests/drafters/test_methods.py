@@ -19,7 +19,7 @@ from paceline.drafters.method_names import by_vllm_name, drafter_specs, matches_
 from paceline.drafters.methods import DFLASH, DRAFT_MODEL, MEDUSA, METHODS, NGRAM, SUFFIX
 from paceline.drafters.speculative_config import check, read
 from paceline.testing import toy_config
-from tests.helpers.refusals import refuses
+from tests.helpers.errors import refused
 
 SOURCE = Path(paceline.__file__).parent
 TABLE, NO_METHODS = "drafters/methods.py", "config.py"
@@ -129,7 +129,7 @@ def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) ->
     ("field", "value"), [("draft_model", ("a", "b", "a")), ("drafter", ("a", NONE)), ("drafter", 7)]
 )
 def test_drafters_that_contradict_each_other_are_refused(field: str, value: Any) -> None:
-    with refuses(field):
+    with refused(field):
         SpeculationConfig(method=AUTO, **{field: value})
 
 
@@ -144,7 +144,7 @@ def test_drafters_that_contradict_each_other_are_refused(field: str, value: Any)
     ],
 )
 def test_an_option_without_effect_is_refused(given: dict[str, object], only_chosen: bool, field: str) -> None:
-    with refuses(field):
+    with refused(field):
         check(SpeculationConfig(**given), only_chosen=only_chosen)  # type: ignore[arg-type]
 
 
@@ -180,12 +180,12 @@ def test_a_list_of_vllms_settings_names_several_drafters() -> None:
         ([{"method": "medusa", "model": "a"}, {"method": "medusa"}], "speculative_config"),
         ([{"model": "a", "num_speculative_tokens": 3}, {"method": "suffix"}], "speculative_config"),
     ):
-        with refuses(field):
+        with refused(field):
             read(wrong, base)  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_method_is_a_draft_model_and_means_nothing_to_a_lookup() -> None:
     assert read({"model": "small"}, SpeculationConfig(method=AUTO)).method == DRAFT_MODEL
     for wrong in ({"method": NGRAM, "model": "small"}, {"method": SUFFIX, "prompt_lookup_max": 3}, {"method": NONE}):
-        with refuses("speculative_config"):
+        with refused("speculative_config"):
             read(wrong, SpeculationConfig(method=AUTO))

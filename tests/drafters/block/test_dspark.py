@@ -40,7 +40,7 @@ from tests.drafters.block.dspark_reference import (
 )
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
 from tests.helpers.contract_toys import ByRequest, answers, params, run
-from tests.helpers.refusals import refuses
+from tests.helpers.errors import refused
 from tests.helpers.tiny import save_tiny
 
 KINDS = {
@@ -354,12 +354,12 @@ def test_a_user_names_the_folder(folders, method, given):
 
 def test_a_folder_of_another_method_or_target_is_refused(folders, tmp_path):
     model, drafters = folders
-    with refuses("drafter"):
+    with refused("drafter"):
         LLM(str(model), device="cpu", method=DFLASH, drafter=str(drafters[DSPARK]))
-    with refuses("drafter"):
+    with refused("drafter"):
         LLM(str(model), device="cpu", drafter=str(model))
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
-    with refuses("drafter"):
+    with refused("drafter"):
         LLM(str(tmp_path / "other"), device="cpu", drafter=str(drafters[DSPARK]))
 
 
@@ -407,7 +407,7 @@ def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monke
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
     assert methods(tmp_path / "other") == set()
     for options in ({}, {"drafter": "none"}):
-        with refuses("drafter"):
+        with refused("drafter"):
             LLM(str(tmp_path / "other"), device="cpu", method=DSPARK, **options)
     (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
     assert methods(model) == set()

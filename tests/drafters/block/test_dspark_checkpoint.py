@@ -17,7 +17,7 @@ from paceline.errors import BrokenModel, ModelNotFound, UnsupportedModel
 from paceline.models.spec import RopeConfig
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.block.dspark_reference import drafter_config, random_tensors
-from tests.helpers.refusals import refuses
+from tests.helpers.errors import refused
 
 OURS = {"tap_norm": True, "mask_embedding": True, "mask_token_id": None, "markov_over_draft_vocab": True}
 EMBEDDING = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -115,10 +115,10 @@ def test_a_drafter_for_another_target_is_refused(tmp_path):
     config = config_of()
     check_target(config, CONFIG, tmp_path)
     for change in ({"hidden_size": 32}, {"num_layers": 3}, {"vocab_size": 97}):
-        with refuses("drafter"):
+        with refused("drafter"):
             check_target(config, replace(CONFIG, **change), tmp_path)
     unknown = replace(config, target=TargetShape())
-    with refuses("drafter"):
+    with refused("drafter"):
         check_target(unknown, replace(CONFIG, num_layers=1), tmp_path)
 
 

@@ -28,7 +28,7 @@ from tests.cuda.test_cuda import CONFIG, PROMPTS
 from tests.drafters.eagle.eagles import Reference, config_for, drafter_of, overfit, random_tensors
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
 from tests.helpers.contract_toys import ByRequest, params, run
-from tests.helpers.refusals import refuses
+from tests.helpers.errors import refused
 
 LAYERS = (0, 1, 2)  # of the tiny target, which has two
 KINDS = {
@@ -364,7 +364,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path):
 def test_a_drafter_of_another_method_is_refused(tmp_path, decoder):
     config = config_for(CONFIG, **KINDS["eagle3"])
     write(tmp_path, config, random_tensors(config))
-    with refuses("drafter"):
+    with refused("drafter"):
         METHODS[EAGLE].make(context_of(tmp_path, decoder))
 
 
@@ -376,7 +376,7 @@ def test_layers_that_a_folder_does_not_name_are_the_published_ones(tmp_path):
     found, _ = read(tmp_path)
     assert found.layer_ids is None
     assert found.taps(30) == (2, 15, 27)
-    with refuses("drafter"):
+    with refused("drafter"):
         read(tmp_path, CONFIG)
 
 

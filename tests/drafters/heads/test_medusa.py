@@ -25,7 +25,7 @@ from tests.cuda.test_cuda import CONFIG
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, tiny_decoder
 from tests.helpers import contract_toys
 from tests.helpers.contract_toys import VOCAB, ByRequest, answers, make_engine, params, plain, prompt_of, run
-from tests.helpers.refusals import refuses
+from tests.helpers.errors import refused
 from tests.helpers.tiny import save_tiny
 
 HIDDEN = CONFIG.hidden_size
@@ -213,7 +213,7 @@ def test_heads_without_an_output_share_the_targets(folder):
     own = MedusaDrafter([MedusaHead(head.blocks, output) for head in heads], CONFIG.vocab_size)
     hidden = torch.randn(3, HIDDEN)
     assert torch.equal(*(drafted(each, hidden, [20] * 3).tokens for each in (sharing, own)))
-    with refuses("drafter"):
+    with refused("drafter"):
         METHODS[MEDUSA].make(context(folder))
 
 
@@ -274,7 +274,7 @@ def test_a_pickle_that_would_run_code_is_refused(folder):
 @pytest.mark.parametrize(("hidden", "vocab"), [(HIDDEN + 8, CONFIG.vocab_size), (HIDDEN, CONFIG.vocab_size + 1)])
 def test_heads_of_another_target_are_refused(tmp_path, hidden, vocab):
     save_heads(tmp_path, random_heads(hidden, vocab), base="some/model")
-    with refuses("drafter"):
+    with refused("drafter"):
         METHODS[MEDUSA].make(context(tmp_path))
 
 
@@ -303,7 +303,7 @@ def test_a_user_names_the_folder(tmp_path, given):
 
 def test_the_method_without_a_folder_is_refused(tmp_path):
     save_tiny("llama-tied", tmp_path / "model")
-    with refuses("drafter"):
+    with refused("drafter"):
         LLM(str(tmp_path / "model"), device="cpu", method=MEDUSA)
     with pytest.raises(ModelNotFound):
         LLM(str(tmp_path / "model"), device="cpu", method=MEDUSA, drafter=str(tmp_path / "nowhere"))

@@ -39,7 +39,7 @@ from tests.helpers.contract_toys import (
     repeating,
     run,
 )
-from tests.helpers.refusals import refuses
+from tests.helpers.errors import refused
 from tests.helpers.tiny import save_tiny
 
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 3}, "sampled": {"temperature": 0.8, "top_p": 0.9}}
@@ -385,7 +385,7 @@ def test_versions_differ_by_model(tiny):
 
 def test_it_needs_a_model(tiny):
     target = load_model(tiny[0], threads=1)
-    with refuses("draft_model"):
+    with refused("draft_model"):
         METHODS["draft-model"].make(context_of(target))
     with pytest.raises(ModelNotFound):
         METHODS["draft-model"].make(context_of(target, draft_model="./nowhere"))
@@ -398,18 +398,18 @@ def test_another_vocabulary_is_refused_by_name(tiny, tmp_path):
         (tmp_path / "tokenizer.json").read_text().replace('"w41":41', '"w42x":41').replace('"w41": 41', '"w42x": 41')
     )
     (tmp_path / "tokenizer.json").write_text(shifted)
-    with refuses("draft_model"):
+    with refused("draft_model"):
         METHODS["draft-model"].make(context_of(target, draft_model=str(tmp_path)))
     context = context_of(target, draft_model=str(tiny[1]))
     larger = DrafterContext(config=toy_config(98), device=context.device, speculation=context.speculation)
-    with refuses("draft_model"):
+    with refused("draft_model"):
         METHODS["draft-model"].make(larger)
 
 
 def test_a_cache_of_another_precision_is_refused():
     drafter = DraftModelDrafter(FunctionModel(repeating))
     cache = KVCache(drafter.kv_layers, num_blocks=2, block_size=4, dtype=torch.float64, device=torch.device("cpu"))
-    with refuses("draft_model"):
+    with refused("draft_model"):
         drafter.bind(cache.layers, 4)
 
 
