@@ -28,7 +28,7 @@ from train_smollm2 import ANSWERS, TARGET, Costs, opened, say
 from paceline.training.acceptance import tau, walk
 from paceline.training.data.batch import DeviceRows
 from paceline.training.data.generate import draft_vocabulary
-from paceline.training.data.rows import HELD_OUT, PackedRows, RowSampler, held_out, packed
+from paceline.training.data.rows import HELD_OUT, RowSampler, TokenRows, held_out, packed
 from paceline.training.data.store import Sequences, TokenStore
 from paceline.training.loop import Loop, LoopConfig
 from paceline.training.registry import Answers
@@ -77,7 +77,7 @@ def perplexity(trainee: DSparkTrainee, parameters: Mapping[str, torch.Tensor], r
 
 
 def short_training(
-    trainee: DSparkTrainee, rows: PackedRows, weights: Mapping[int, float], args: argparse.Namespace
+    trainee: DSparkTrainee, rows: TokenRows, weights: Mapping[int, float], args: argparse.Namespace
 ) -> Loop:
     """`args.steps` steps of `args.rows` rows each, from the trainee's parameters on; weights are by source."""
     config = LoopConfig(

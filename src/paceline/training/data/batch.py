@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.training.data.rows import PackedRows
+from paceline.training.data.rows import TokenRows
 from paceline.training.trainees.target import FrozenTarget, Hidden, positions_of
 
 
@@ -38,7 +38,7 @@ class DeviceRows:
     answer: Tensor
 
     @staticmethod
-    def of(rows: PackedRows, device: torch.device) -> DeviceRows:
+    def of(rows: TokenRows, device: torch.device) -> DeviceRows:
         return DeviceRows(*(torch.from_numpy(part).to(device) for part in (rows.tokens, rows.segments, rows.answer)))
 
     def batch(

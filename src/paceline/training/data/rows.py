@@ -23,7 +23,7 @@ LEAST_HELD_OUT = 50  # sequences; fewer are all trained on
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class TokenRows:
     tokens: Array  # (R, L) int32
     segments: Array  # (R, L) int16
     answer: Array  # (R, L) bool
@@ -32,11 +32,11 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def chosen(self, which: Array) -> PackedRows:
-        return PackedRows(self.tokens[which], self.segments[which], self.answer[which], self.source[which])
+    def chosen(self, which: Array) -> TokenRows:
+        return TokenRows(self.tokens[which], self.segments[which], self.answer[which], self.source[which])
 
 
-def packed(sequences: Sequences, length: int) -> PackedRows:
+def packed(sequences: Sequences, length: int) -> TokenRows:
     """Pack sequences. Longer ones are cut to a row; those without an answer in it are left out."""
     parts = []
     for source in np.unique(sequences.source).tolist():
@@ -44,7 +44,7 @@ def packed(sequences: Sequences, length: int) -> PackedRows:
     parts = [part for part in parts if len(part)]
     if not parts:
         raise InvalidParameter("data", f"no sequence has an answer within its first {length} tokens")
-    return PackedRows(
+    return TokenRows(
         *(
             np.concatenate([getattr(part, field) for part in parts])
             for field in ("tokens", "segments", "answer", "source")
@@ -52,7 +52,7 @@ def packed(sequences: Sequences, length: int) -> PackedRows:
     )
 
 
-def _packed(sequences: Sequences, length: int, source: int) -> PackedRows:
+def _packed(sequences: Sequences, length: int, source: int) -> TokenRows:
     """Pack the longest sequences first, each into the fullest row that has room for it."""
     rows: list[list[tuple[Array, Array]]] = []
     free: list[list[int]] = [[] for _ in range(length)]  # rows by tokens left
@@ -66,7 +66,7 @@ def _packed(sequences: Sequences, length: int, source: int) -> PackedRows:
             rows.append([])
         rows[row].append((tokens, answer))
         free[left - len(tokens)].append(row)
-    packed_rows = PackedRows(
+    packed_rows = TokenRows(
         np.zeros((len(rows), length), np.int32),
         np.zeros((len(rows), length), np.int16),
         np.zeros((len(rows), length), bool),
