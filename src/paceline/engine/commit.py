@@ -52,7 +52,7 @@ class Committer:
                     sequence.num_computed = int(batch.ends[index])
         ends, sequences, committed, rows = batch.sampled_lengths.tolist(), result.sequences, result.tokens, result.rows
         for row, (sequence, tokens, end) in enumerate(zip(batch.sampled_sequences, tokens_of, ends, strict=True)):
-            if sequence.status is finished:  # after the step was launched
+            if sequence.status is finished:  # since the step was launched
                 continue
             accepted = len(tokens) - 1
             if tokens[-1] < 0:  # verdict.INVALID: nothing of the step is trusted

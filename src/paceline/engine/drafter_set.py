@@ -397,6 +397,6 @@ def _depth(drafter: Drafter, draft: Draft) -> int:
 
 
 def _needs_model(drafter: Drafter) -> bool:
-    """A token ahead costs a pass: the drafter is no lookup, or reads tokens before it drafts."""
+    """Return whether a token ahead costs a pass: the drafter is no lookup, or reads tokens before it drafts."""
     own_unread_tokens: object = type(drafter).unread_tokens
     return not isinstance(drafter, HostDrafter) or own_unread_tokens is not HostDrafter.unread_tokens

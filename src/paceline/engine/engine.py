@@ -149,7 +149,8 @@ class Engine:
         if batch is None:
             if flight.batch.num_drafted and self.policy.may_repeat():
                 rows, self._reserved = self.scheduler.reserve(flight.batch, self.drafters.begins)
-                self.drafters.begin_early(flight.batch, rows, flight.unread)
+                if rows:
+                    self.drafters.begin_early(flight.batch, rows, flight.unread)
             return None
         try:
             return self.runner.launch(batch, self.drafters.propose(batch), flight)

@@ -1,4 +1,4 @@
-"""A step under way (`InFlightStep`), and its verdict on the way to the host (`VerdictCopy`)."""
+"""Steps under way (`InFlightStep`), and their verdicts on the way to the host (`VerdictCopy`)."""
 
 from __future__ import annotations
 

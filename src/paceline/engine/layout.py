@@ -1,4 +1,4 @@
-"""From sequences and drafts to the flat rows of one target pass, on the host; the model takes them to its device.
+"""Layout of sequences and drafts as the flat rows of one target pass, on the host; the model takes them to its device.
 
 Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j
 of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and has position L - 1 +

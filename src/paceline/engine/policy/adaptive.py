@@ -269,7 +269,7 @@ class AdaptivePolicy:
                     left -= 1
                     max_nodes = min(max_nodes, most)
                     plans[row] = self.tables.last_draft[keys[row]] = _draft_plan(candidate.method, max_nodes)
-                    # On a device trees are not cut, and one begun before it was planned has as many nodes as the last.
+                    # On a device trees are not cut, and an early draft has the nodes of the last plan.
                     self.pending.drafted[keys[row]] = level, 0 if self._on_device else max_nodes
 
     # -- learning

@@ -40,10 +40,8 @@ DRAFT_OUTLIER = 3.0  # ratio; OUTLIER of drafts: first guesses of them are furth
 FIRST_DRAFTS = 2  # timings of a model that are left out at each size: they allocate and compile
 NOTHING_S = 1e-7  # seconds; least time of a draft, so that its time has a ratio
 DRAFTS_FADE = 0.9  # share of its weight that a timed draft keeps with the next one
-PASS_GUESS, LOOKUP_GUESS = (
-    0.1,
-    0.01,
-)  # steps of one row; a token ahead, by a model or a lookup, until timed
+# Steps of one row that a token ahead takes, by a model and by a lookup, until one is timed.
+PASS_GUESS, LOOKUP_GUESS = 0.1, 0.01
 RIDGE = 0.1  # squared depths; spread below which a draft's time is taken as proportional to its depth
 FEWER = 0.8  # ratio of draft seconds for half as many sequences, until measured
 

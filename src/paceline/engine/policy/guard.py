@@ -91,7 +91,7 @@ class Backoff:
         return len({one.key for one in sequences} - self.seen) < least_new
 
     def may_look(self, num_sequences: int) -> bool:
-        """A higher level of some lookup ends the pause: for few sequences on a CPU that is worth the question."""
+        """Lookups may be asked for a level that ends the pause: for few sequences on a CPU that costs little."""
         return num_sequences <= FEW and not self._on_device
 
     def is_ended_by(self, method: str, level: int) -> bool:
@@ -107,11 +107,11 @@ class Backoff:
         self._size = size_of(num_sequences)
 
     def end(self) -> None:
-        """A plan drafts: the next pause is shorter."""
+        """End the pause, and halve the next one: a plan drafts."""
         self._length, self._left, self._best_in_vain = self._length // 2, 0, {}
 
     def begin(self, num_sequences: int, levels: Mapping[str, int]) -> None:
-        """A plan found no draft worth its cost; `levels`: the highest of each method's offers."""
+        """Pause after a plan without a draft; `levels`: the highest of each method's offers."""
         self._left = max(self._length, num_sequences // LOOK_ROWS, 1)
         few = num_sequences <= FEW and not self._on_device
         self._length = min(2 * self._left, FEW_BACKOFF if few else max(LONGEST_BACKOFF, 2 * num_sequences))

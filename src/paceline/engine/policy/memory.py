@@ -1,8 +1,7 @@
-"""What the policy learnt, kept between runs in the cache folder, so that a one-shot command does not start cold.
+"""The policy's tables between runs, in the cache folder, so that a one-shot command does not start cold.
 
 One file per model, device, kind of weights, kernels, activations, cache, number of threads and drafters: neither costs
-nor acceptance carry over. Losing it costs speed for a moment and nothing else, so a file that cannot be read or written
-is not worth an error.
+nor acceptance carry over. A file that cannot be read or written costs speed for a moment, so it raises no error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How the time of a pass grows with its rows, by the kind of machine, before any pass was timed.
-
-The policy starts from it and corrects it by measured times.
-"""
+"""Prior times of a pass by its rows, by kind of machine and weights; the policy corrects them by measured times."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ from paceline.models.weights import WeightKind
 
 @dataclass(frozen=True)
 class PassPrior:
-    times: tuple[tuple[int, float], ...]  # (rows, time against one row), linear between, proportional to rows beyond
-    padded_to: tuple[int, ...] = ()  # numbers of rows that passes are padded to; (): no padding
+    times: tuple[tuple[int, float], ...]  # (rows, time against one row); linear between, proportional beyond
+    padded_to: tuple[int, ...] = ()  # row counts that passes are padded to; (): no padding
 
 
-# A memory-bound CPU, as measured on two cores in engine steps, which include a little work for each row. The number of
-# rows at which the time jumps (twelve with AVX-512) differs between machines, so the prior has no jump.
+# A memory-bound CPU; engine steps on two cores, which include a little work for each row. The row count at which the
+# time jumps (twelve with AVX-512) differs between machines, so the prior has no jump.
 CPU = PassPrior(
     (
         *((1, 1.0), (2, 1.03), (4, 1.07), (8, 1.15), (12, 1.25), (16, 1.5), (24, 1.8), (32, 2.15)),
         *((64, 3.8), (128, 7.4), (512, 29.0)),
     )
 )
-# Blocks are read several times as fast, so sums bind from a few rows on; with int8 activations later. Measured on two
-# cores at 1, 4, 8, 16 and 256 rows, in passes, which is a little less than steps.
+# Weights in blocks are read several times as fast, so arithmetic is the limit from a few rows on, and later with int8
+# activations; passes on two cores at 1, 4, 8, 16 and 256 rows.
 CPU_BLOCKS = PassPrior(
     (
         *((1, 1.0), (2, 1.16), (4, 1.48), (8, 2.36), (12, 3.4), (16, 4.5), (24, 6.6), (32, 8.2)),
@@ -41,15 +38,15 @@ CPU_INT8 = PassPrior(
         *((64, 7.9), (128, 15.0), (512, 58.0)),
     )
 )
-# A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.
+# A large GPU, flat while reading the weights takes longer than the products; passes on an H200.
 GPU = PassPrior(
     (
         *((1, 1.0), (16, 1.05), (32, 1.13), (64, 1.2), (96, 1.36), (128, 1.38), (256, 2.13), (384, 3.06)),
         *((512, 3.7), (640, 5.1), (768, 5.9), (1024, 7.1), (2048, 14.1)),
     )
 )
-# Weights stored as codes: read sooner, so sums bind sooner. Measured on an H200 up to 128 rows, for int4 and fp8;
-# beyond, the passes above and the expansion of the weights.
+# Weights stored as codes are read sooner, so arithmetic is the limit sooner; int4 and fp8 passes on an H200 up to 128
+# rows, beyond that the passes above and the expansion of the weights.
 GPU_CODES = PassPrior(
     (
         *((1, 1.0), (4, 1.04), (16, 1.08), (32, 1.35), (64, 1.65), (128, 3.0), (256, 5.2), (512, 8.7)),
@@ -59,7 +56,7 @@ GPU_CODES = PassPrior(
 
 
 def prior_of(decoder: Decoder, kind: WeightKind) -> PassPrior:
-    """Passes that are replayed from graphs are padded to the graph's rows."""
+    """Return the prior of a decoder; passes that are replayed from graphs are padded to the graph's rows."""
     if decoder.device.type == "cpu":
         if not kind.is_blocks:
             return CPU
