@@ -25,7 +25,7 @@ from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.tapped import likely_nodes
 from paceline.engine.engine import Engine
-from paceline.engine.policy import DraftPlan, FixedPolicy
+from paceline.engine.policy import DraftPlan
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.testing import toy_config
 from tests.drafters.block.dspark_reference import knowing
@@ -44,6 +44,7 @@ from tests.helpers.contract_toys import (
     ByRequest,
     FunctionModel,
     Letters,
+    NowAndThen,
     Stumbling,
     ToyGrammar,
     answers,
@@ -519,15 +520,8 @@ def test_a_drafter_that_raises_now_and_then_costs_speculation_never_the_answer(m
 def test_steps_without_speculation_in_between_change_nothing(method):
     drafter = make_drafter(method)
 
-    class NowAndThen(FixedPolicy):
-        def __init__(self):
-            self.chance = random.Random(3)
-
-        def choose(self, sequence):
-            return DraftPlan(drafter.name, self.chance.randint(1, 5)) if self.chance.random() < 0.4 else DraftPlan()
-
     requests = every([(prompt_of(i, 20), params(max_tokens=40)) for i in range(3)])
-    sequences, _ = check(method, requests, drafter=drafter, policy=NowAndThen())
+    sequences, _ = check(method, requests, drafter=drafter, policy=NowAndThen(drafter.name, range(1, 6), 0.4))
     assert exercised(sequences.values())
 
 

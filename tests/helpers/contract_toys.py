@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -380,6 +381,17 @@ class ByRequest(FixedPolicy):
 
     def choose(self, sequence):
         return self.choices.get(sequence.request_id, self.default)
+
+
+class NowAndThen(FixedPolicy):
+    """Drafts of one of the given numbers of nodes in a share of the steps, plain steps in between."""
+
+    def __init__(self, name, nodes, share, seed=5):
+        self.name, self.nodes, self.share, self.chance = name, nodes, share, random.Random(seed)
+
+    def choose(self, sequence):
+        drafts = self.chance.random() < self.share
+        return DraftPlan(self.name, self.chance.choice(self.nodes)) if drafts else DraftPlan()
 
 
 class ToyGrammar:

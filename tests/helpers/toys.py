@@ -11,10 +11,10 @@ from paceline.config import EngineConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters import DraftRequest
 from paceline.engine.engine import Engine
-from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.plan import ModelOutput
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, read_context, toy_config
+from tests.helpers.contract_toys import ByRequest
 
 VOCAB = 11
 PERIOD = 7
@@ -42,14 +42,6 @@ class PeriodicModel(HashModel):
         for index, row in enumerate(logit_rows.tolist()):
             logits[index, next_token(read_context(plan, caches, row))] = 5.0
         return ModelOutput(logits, None)
-
-
-class ByRequest(FixedPolicy):
-    def __init__(self, choices):
-        self.choices = choices
-
-    def choose(self, sequence):
-        return self.choices.get(sequence.request_id, DraftPlan())
 
 
 def run_engine(drafters, choices, prompts, num_blocks=128, max_tokens=24, **sampling):

@@ -8,7 +8,8 @@ shape and a sample of its embedding.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -39,24 +40,21 @@ def read_config(folder: Path) -> Json:
     return read_json(folder / CONFIG)
 
 
-def read_tensors(paths: Iterable[Path], folder: Path, wanted: str) -> dict[str, Tensor]:
+def read_tensors(paths: SequenceOf[Path], folder: Path, wanted: str) -> dict[str, Tensor]:
     """Return the tensors of all these files; `wanted` names the files in the error where there are none."""
     tensors: dict[str, Tensor] = {}
-    files = list(paths)
-    if not files:
-        raise BrokenModel(f"{folder} holds no weights: {wanted} is missing")
-    for path in files:
+    for path in paths:
         try:
-            if path.suffix == ".safetensors":
-                part = load_file(path)
-            else:
-                part = torch.load(path, map_location="cpu", weights_only=True)
+            is_safe = path.suffix == ".safetensors"
+            part = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
         except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise BrokenModel(f"{path} is truncated or damaged ({reason}); download it again") from error
         if not isinstance(part, dict) or not all(isinstance(one, Tensor) for one in part.values()):
             raise BrokenModel(f"{path} must hold tensors by name")
         tensors |= part
+    if not paths:
+        raise BrokenModel(f"{folder} holds no weights: {wanted} is missing")
     return tensors
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from paceline.drafters.block.tree import DEEPER, grow, lattice
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
 from paceline.engine.engine import Engine
-from paceline.engine.policy import DraftPlan, FixedPolicy
+from paceline.engine.policy import DraftPlan
 from paceline.errors import BrokenModel
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
@@ -39,7 +38,7 @@ from tests.drafters.block.dspark_reference import (
     unary_logits,
 )
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
-from tests.helpers.contract_toys import ByRequest, answers, params, run
+from tests.helpers.contract_toys import ByRequest, NowAndThen, answers, params, run
 from tests.helpers.errors import refused
 from tests.helpers.tiny import save_tiny
 
@@ -118,14 +117,10 @@ def watch_logits(drafter, look):
 def test_logits_and_cache_are_those_of_plain_torch(decoder, kind, own):
     """After chunked prompts, prefix hits, plain steps in between, rejected branches and preemption."""
     config = drafter_config(CONFIG, **KINDS[kind])
-    tensors, embedding, chance = random_tensors(config), decoder.embedding.float(), random.Random(5)
+    tensors, embedding = random_tensors(config), decoder.embedding.float()
     drafter = make(config, tensors, embedding, kernels=decoder.kernels if own else None)
 
-    class NowAndThen(FixedPolicy):
-        def choose(self, sequence):
-            return DraftPlan(drafter.name, chance.randint(1, 9)) if chance.random() < 0.6 else DraftPlan()
-
-    engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen())
+    engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen(drafter.name, range(1, 10), 0.6))
     checked = Checked(drafter, tensors, decoder)
     wanted = params(max_tokens=40, ignore_eos=True)
     prompts = [PROMPTS[1], PROMPTS[2], [*PROMPTS[1][:50], 7, 8], PROMPTS[0]]

@@ -10,8 +10,8 @@ from paceline.engine.policy import DraftPlan
 from tests.cuda.test_cuda import PROMPTS
 from tests.drafters.eagle.eagles import fitted
 from tests.drafters.overfit import taps_of, tiny_decoder
-from tests.drafters.test_on_device import ASKED, DEVICES, SIZES, engine_for, outputs, requests_of, watch
-from tests.helpers.contract_toys import ByRequest, exercised, run
+from tests.drafters.test_on_device import ASKED, DEVICES, SIZES, check_answers, engine_for, outputs, requests_of
+from tests.helpers.contract_toys import ByRequest, run
 
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["eagle3", "eagle"])
 
@@ -32,15 +32,7 @@ def test_eagle_changes_when_tokens_come_never_which(answered, fused, weights):
     drafter = fitted(tiny_decoder(), texts, taps_of, fused=fused, into=decoder, fits=weights == "fitted")
     engine = engine_for(drafter, decoder, ByRequest({str(at): DraftPlan(drafter.name, at * 6 + 2) for at in range(4)}))
     for asked in ASKED if weights == "fitted" else ("greedy",):
-        begun = watch(drafter)
-        sequences, _ = run(engine, requests_of(asked))
-        assert outputs(sequences) == expected[asked]
-        assert sum(begun) > 5, "drafts are begun behind steps under way"
-        if weights == "fitted":
-            assert exercised(sequences.values())
-            assert sum(one.stats.num_accepted_tokens for one in sequences.values()) > 40
-        assert engine.drafters.failures == 0
-        assert engine.blocks.num_free == engine.blocks.num_blocks
+        check_answers(engine, drafter, expected, asked, knows=weights == "fitted", good=weights == "fitted")
     if device.type == "cuda":
         assert drafter._graphs, "drafts are captured"
 

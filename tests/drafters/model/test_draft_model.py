@@ -15,7 +15,7 @@ from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.model import by_passes
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import DraftPlan, FixedPolicy
+from paceline.engine.policy import DraftPlan
 from paceline.errors import ModelNotFound
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
@@ -28,6 +28,7 @@ from tests.helpers.contract_toys import (
     VOCAB,
     ByRequest,
     FunctionModel,
+    NowAndThen,
     Stumbling,
     contrary,
     exercised,
@@ -299,12 +300,8 @@ def test_after_every_step_both_caches_are_those_of_a_fresh_prefill_to_the_bit(ti
     model = Stumbling(target, errs) if own else load_model(tiny[1], threads=1).decoder
     drafter = DraftModelDrafter(model, catch_up=24)
 
-    class NowAndThen(FixedPolicy):
-        def choose(self, sequence):
-            return DraftPlan("draft-model", chance.randint(1, 5)) if chance.random() < 0.7 else DraftPlan()
-
     config = EngineConfig(block_size=4, num_blocks=18, max_num_seqs=4, max_num_batched_tokens=16)
-    engine = Engine(target, config, drafters=[drafter], policy=NowAndThen())
+    engine = Engine(target, config, drafters=[drafter], policy=NowAndThen("draft-model", range(1, 6), 0.7))
     layers = engine.runner.cache.layers
     checked = [0, 0]
 
