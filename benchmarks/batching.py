@@ -3,10 +3,10 @@
 EOS is ignored in the first two so that the batch stays full. The engine's own time (everything but the model) is the
 median over steps that only decode; speeds include the prompts.
 
-    python benchmarks/batching.py [--rounds 5] [--method ngram --k 4] [--dtype auto --activations int8]
-    python benchmarks/batching.py --against TREE --rounds 7     # another source tree, by turns
-    python benchmarks/batching.py --beside-plain --levels 16 64 # two plain engines and one with `auto`, step by step
-    python benchmarks/batching.py --throughput --device cuda    # `LLM.generate` against the engine's bare steps
+    python -m benchmarks.batching [--rounds 5] [--method ngram --k 4] [--dtype auto --activations int8]
+    python -m benchmarks.batching --against TREE --rounds 7     # another source tree, by turns
+    python -m benchmarks.batching --beside-plain --levels 16 64 # two plain engines and one with `auto`, step by step
+    python -m benchmarks.batching --throughput --device cuda    # `LLM.generate` against the engine's bare steps
 
 `--beside-plain`: a machine's speed drifts by several per cent within seconds, so each engine takes one step in turn,
 and a second plain engine shows what chance does. No prompt comes twice. A rate counts an engine's own steps while all
@@ -25,8 +25,7 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
-from harness import compare_trees, finish, interleaved, ratio, serve_cells, shown
-
+from benchmarks.harness import compare_trees, finish, interleaved, ratio, serve_cells, shown
 from paceline import LLM, SamplingParams
 
 TOKENS = 64
@@ -294,7 +293,7 @@ def main() -> None:
         arguments, unit = ["--model", args.model], "wall"
         if args.one_core:
             arguments, unit = [*arguments, "--one-core"], "cpu"
-        finish("batching_against", compare_trees(__file__, args.against, args.rounds, arguments, unit))
+        finish("batching_against", compare_trees("benchmarks.batching", args.against, args.rounds, arguments, unit))
     elif args.throughput:
         throughput(args)
     else:

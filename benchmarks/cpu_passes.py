@@ -5,10 +5,10 @@ One sequence of `--context` tokens, then passes over n further tokens with logit
 verification. All decoders are in one process and take turns; minima are compared, since another process can only add
 time. The logits of fp32 and blocks must have equal bits.
 
-    python benchmarks/cpu_passes.py [--model FILE.gguf] [--context 64] [--rounds 12] [--one-core]
-    python benchmarks/cpu_passes.py --against TREE --rounds 7        # another source tree: plain steps, by turns
-    python benchmarks/cpu_passes.py distance --prompts FILE          # int8 activations against float32: top-1, KL
-    python benchmarks/cpu_passes.py transformers [--torch-kernels]   # plain decoding in fp32, the memory's floor
+    python -m benchmarks.cpu_passes [--model FILE.gguf] [--context 64] [--rounds 12] [--one-core]
+    python -m benchmarks.cpu_passes --against TREE --rounds 7        # another source tree: plain steps, by turns
+    python -m benchmarks.cpu_passes distance --prompts FILE          # int8 activations against float32: top-1, KL
+    python -m benchmarks.cpu_passes transformers [--torch-kernels]   # plain decoding in fp32, the memory's floor
 
 `--one-core` takes one thread's processor time, the only clock worth reading on a machine that others keep busy.
 """
@@ -25,10 +25,10 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
-from harness import compare_trees, expanded_folder, finish, interleaved, ratio, serve_cells, shown
 
+from benchmarks import harness
+from benchmarks.harness import compare_trees, expanded_folder, finish, interleaved, ratio, serve_cells, shown
 from paceline import LLM, SamplingParams
 
 SIZES, PROMPT, BLOCK = (1, 4, 8, 16), 256, 16
@@ -221,7 +221,7 @@ def main() -> None:
     elif args.against:
         arguments, unit = [each for each in sys.argv[1:] if each == "--one-core"], "cpu" if args.one_core else "wall"
         arguments += ["--model", args.model]
-        result = compare_trees(__file__, args.against, args.rounds, arguments, unit)
+        result = compare_trees("benchmarks.cpu_passes", args.against, args.rounds, arguments, unit)
         finish("cpu_passes_against", result)
     else:
         {"passes": passes, "distance": distance, "transformers": beside_transformers}[args.what](args)

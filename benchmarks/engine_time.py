@@ -4,7 +4,7 @@ A real model, one sequence, one thread, so that a thread's processor time is the
 runs. `pass` is the target's pass and `drafter` the native call of a drafter; everything else is the engine's own, and
 is split by what it is for. Steps that draft stand apart from those that do not: with `auto` how many do is chance.
 
-    python benchmarks/engine_time.py [--steps 200] [--lines 25]
+    python -m benchmarks.engine_time [--steps 200] [--lines 25]
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness import finish
-
+from benchmarks.harness import finish
 from paceline import LLM, SamplingParams
 from paceline.engine import runner
 from paceline.engine.engine import Engine

@@ -1,7 +1,7 @@
 """Answers of a target with a draft model are distributed as its plain ones: sampled on a device, drafted behind steps
 under way, judged there.
 
-    python benchmarks/gpu_distribution.py
+    python -m benchmarks.gpu_distribution
 
 Two small random Llamas, one a blend of the other, so that about half of what is drafted is rejected. Tokens and pairs
 of tokens at several positions are compared by a two-sample G-test; the least of the p-values is what counts: a false
@@ -15,8 +15,8 @@ import collections
 from typing import Any
 
 import torch
-from harness import finish
 
+from benchmarks.harness import finish
 from paceline import SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.model.draft_model import DraftModelDrafter

@@ -1,37 +1,53 @@
-"""Attention alone: the two kernels of its shared part against each other bit for bit, then as many layers as the
-yardstick has in a row, replayed from a graph: by nodes and context, and for whole passes, undivided (a program for
-each tile) and dealt by length.
+"""Kernels alone on a CUDA device.
 
-    python benchmarks/gpu_attention.py [--parts same nodes passes]
+    python -m benchmarks.gpu_kernels attention [--parts same nodes passes]
+    python -m benchmarks.gpu_kernels verify [--nodes 64] [--vocabs 128256 49152] [--rows 1 16]
+    python -m benchmarks.gpu_kernels compact | graphs
+
+`attention`: the two kernels of its shared part against each other bit for bit, then as many layers as the yardstick has
+in a row, replayed from a graph: by nodes and context, and for whole passes, undivided (a program for each tile) and
+dealt by length. `verify`: drafts of 64 nodes, captured in a graph and replayed, the L2 cache flushed before each; eager
+calls; and calls as the engine makes them. `compact`: accepted paths of trees moved into place by the host and by one
+launch. `graphs`: the engine's steps with captured verification and without.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import replace
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
-from gpu_passes import BLOCK, device_ms
 from torch import Tensor
 
+from benchmarks.gpu.engine import Runs, many_prompts
+from benchmarks.gpu.passes import BLOCK, device_ms
+from benchmarks.gpu.subject import Subject
+from benchmarks.harness import finish
+from paceline.core.draft import Draft, Proposal, packed_to, sent
+from paceline.core.sequence import Sequence as Answer
+from paceline.engine.sampler import Sampler
 from paceline.models.backends.cuda.attention import attention as attention_module
 from paceline.models.backends.cuda.attention.attention import Work, Workspace, attention, tiles_of, work_of
 from paceline.models.backends.cuda.attention.division import HEADER, KEYS, PROGRAMS, chunks_of
 from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
 from paceline.models.plan import PassPlan
+from paceline.sampling_params import SamplingParams
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, SamplingMode, probabilities, verify
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 32, 32, 8, 128
 NODES, CONTEXTS = (1, 8, 32, 64), (1024, 16384)
 SHAPES = ((8, 4, 128, torch.bfloat16), (3, 3, 64, torch.bfloat16), (2, 7, 128, torch.float16))  # K/V heads, group, ...
 LENGTHS = (1, 63, 64, 65, 130, 700, 1100, 3000, 9000)  # of contexts
 ROWS = (1, 1, 1, 3, 40, 1, 20, 70, 33)  # the last of each that are in the pass
-Runs = list[tuple[int, int]]  # of each sequence: keys before the pass, and rows
-DECODES: Runs = [(100 + 500 * at // 30, 1) for at in range(31)]
-PASSES: dict[str, Runs] = {
+Spans = list[tuple[int, int]]  # of each sequence: keys before the pass, and rows
+DECODES: Spans = [(100 + 500 * at // 30, 1) for at in range(31)]
+PASSES: dict[str, Spans] = {
     "31 decodes, 225 of a prompt at 0": [*DECODES, (0, 225)],
     "31 decodes, 225 of a prompt at 1900": [*DECODES, (1900, 225)],
     "31 decodes, 225 of a prompt at 3870": [*DECODES, (3870, 225)],
@@ -50,7 +66,7 @@ SLOTS = max(
 )
 
 
-class Subject:
+class AttentionSubject:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         blocks = SLOTS // BLOCK
@@ -69,7 +85,7 @@ class Subject:
         alone = torch.zeros_like(positions)
         return PassPlan.in_order(positions, positions, alone, self.table, BLOCK, context + nodes)
 
-    def batch(self, runs: Runs) -> PassPlan:
+    def batch(self, runs: Spans) -> PassPlan:
         """A pass of several sequences, each with blocks of its own."""
         counts = torch.tensor([rows for _, rows in runs])
         sequence = torch.arange(len(runs)).repeat_interleave(counts)
@@ -104,7 +120,7 @@ class Subject:
     def attend(self, rows: slice, plan: PassPlan, work: Work) -> Tensor:
         return attention(self.q[rows], plan, work, self.layers[0], DIM**-0.5, None, self.workspace).clone()
 
-    def agrees(self, runs: Runs, plan: PassPlan, works: Sequence[Work]) -> bool:
+    def agrees(self, runs: Spans, plan: PassPlan, works: Sequence[Work]) -> bool:
         """All bits are the same in every way, and those of some rows alone."""
         rows = sum(rows for _, rows in runs)
         expected, *others = [self.attend(slice(rows), plan, work) for work in works]
@@ -203,7 +219,7 @@ class Scene:
         return attention(q, plan, work, self.cache, q.shape[-1] ** -0.5, None, self.workspace).clone()
 
 
-def by_nodes(subject: Subject) -> dict[str, float]:
+def by_nodes(subject: AttentionSubject) -> dict[str, float]:
     ms = {}
     for context in CONTEXTS:
         for nodes in NODES:
@@ -213,7 +229,7 @@ def by_nodes(subject: Subject) -> dict[str, float]:
     return ms
 
 
-def by_pass(subject: Subject) -> dict[str, dict[str, Any]]:
+def by_pass(subject: AttentionSubject) -> dict[str, dict[str, Any]]:
     found = {}
     print(f"   {f'ms in {LAYERS} layers':<40}{'undivided':>10}{'dealt':>8}   chosen     bits", flush=True)
     for name, runs in PASSES.items():
@@ -228,19 +244,276 @@ def by_pass(subject: Subject) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("same", "nodes", "passes"), default=["same", "nodes", "passes"])
-    parts = parser.parse_args().parts
+# -- verification
+
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    name: str
+    greedy: bool = False
+    seeded: bool = False
+    top_p: float | None = None
+    q: float | None = None  # how far the drafter's logits are from the target's; None: a deterministic draft
+    children: int = 1  # of a node
+    spread: float = 3.0  # of the logits
+    limit_ms: float | None = None  # what is asked of one row at a vocabulary of 128k
+
+
+CASES = (
+    Case("greedy, tree", greedy=True, children=3, limit_ms=0.1),
+    Case("T = 1, tree", children=3),
+    Case("T = 1, top-p 0.9, tree", top_p=0.9, children=3, limit_ms=0.35),
+    Case("T = 1, top-p 0.9, tree, flat", top_p=0.9, children=3, spread=1.0, limit_ms=0.35),
+    Case("seeded, top-p 0.9, tree", seeded=True, top_p=0.9, children=3),
+    Case("block, chain", q=0.5),
+    Case("block, chain, top-p 0.9", q=0.5, top_p=0.9),
+)
+
+
+def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Work that verifies such a batch, and the same as the engine does it."""
+    torch.manual_seed(0)
+    parents = [node // case.children - 1 for node in range(nodes)]
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    slots = nodes + 1
+    logits = torch.randn(rows * slots, vocab, device=DEVICE) * case.spread
+    row_of = torch.arange(rows * slots, device=DEVICE).view(rows, slots)
+    shape = (rows, nodes)
+    proposal, tokens = None, logits.argmax(-1).view(rows, slots)[:, torch.tensor(parents, device=DEVICE) + 1]
+    if case.q is not None:
+        probs = probabilities(logits + torch.randn_like(logits) * case.q)
+        tokens = torch.multinomial(probs, 1).view(rows, slots)[:, :-1]
+        proposal = Proposal(probs=probs, row_of=row_of)
+    draft = Draft(
+        tokens=tokens.contiguous(),
+        parents=torch.tensor(parents, device=DEVICE).expand(shape).contiguous(),
+        depth=torch.tensor(depth, device=DEVICE).expand(shape).contiguous(),
+        num_nodes=torch.full((rows,), nodes, device=DEVICE),
+        q=proposal,
+    )
+    seq = torch.arange(rows, device=DEVICE).repeat_interleave(slots)
+    node = torch.arange(-1, nodes, device=DEVICE).repeat(rows)
+    key = torch.arange(rows, device=DEVICE) + 7
+    kind = SamplingMode.GREEDY if case.greedy else SamplingMode.SEEDED if case.seeded else SamplingMode.COIN
+    draws = DrawKeys(key=key, committed=key + 93, kind=None if case.greedy else torch.full_like(key, kind))
+    metadata = SamplingMetadata(
+        temperature=None if case.greedy else torch.ones(rows, device=DEVICE),
+        top_p=None if case.top_p is None else torch.full((rows,), case.top_p, dtype=torch.float64, device=DEVICE),
+    )
+    given = (draft, logits, row_of, Nodes.of(draft, seq, node, max(depth), with_path=False), metadata, draws)
+    return lambda: verify(*given, max_depth=max(depth)), as_the_engine(case, draft, logits, row_of)
+
+
+def as_the_engine(case: Case, draft: Draft, logits: Tensor, row_of: Tensor) -> Callable[[], object]:
+    """One replay, where such steps are captured: not where chains with a q have more than 16 nodes."""
+    asked = {"temperature": 0.0 if case.greedy else 1.0, "top_p": case.top_p, "seed": 3 if case.seeded else None}
+    params = SamplingParams(**{name: value for name, value in asked.items() if value is not None}).resolve({})
+    sequences = [Answer(str(row), [0] * 100, params, max_len=1000) for row in range(draft.batch)]
+    sampler, host = Sampler(logits.shape[1], frozenset({0}), DEVICE), row_of.cpu()
+    parts = {name: getattr(draft, name).cpu() for name in ("tokens", "parents", "depth", "num_nodes")}
+    q = None if draft.q is None else replace(draft.q, row_of=draft.q.row_of.cpu())
+    on_host = Draft(**parts, q=q)
+    sampler.warmup(logits, draft.batch, len(logits), q_rows=0 if q is None else len(logits))
+    return lambda: sampler.verify(sequences, on_host, logits, host)
+
+
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    flush, times = torch.empty(2**28, dtype=torch.int8, device=DEVICE), []
+    for _ in range(replays):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def call_ms(work: Callable[[], object], rounds: int = 5) -> tuple[float, float]:
+    """Until a call returns, and until the device has done what it asked for."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        returned = time.perf_counter()
+        torch.cuda.synchronize()
+        times.append((1e3 * (returned - started), 1e3 * (time.perf_counter() - started)))
+    host, all_of_it = zip(*times, strict=True)
+    return statistics.median(host), statistics.median(all_of_it)
+
+
+# -- moving accepted paths
+
+COMPACT_SHAPES = {"small": (30, 3, 64), "yardstick": (32, 8, 128)}  # layers, K/V heads, width of a head
+TREE_NODES, ACCEPTED, REPEATS = 16, 5, 200
+
+
+def by_host(cache: KVCache, nodes: list[list[int]], path: torch.Tensor) -> None:
+    source, target = [], []
+    for (_, *slots), accepted in zip(nodes, path.tolist(), strict=True):
+        for depth, node in enumerate(accepted):
+            if node > depth:
+                source.append(slots[node])
+                target.append(slots[depth])
+    at, to = packed_to(path.device, torch.tensor(source), torch.tensor(target))
+    for storage in cache._storage:
+        storage[:, :, to] = storage[:, :, at]
+
+
+def host_us(work: Callable[[], Any], device: torch.device) -> float:
+    times = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        times.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(times[REPEATS // 4 :])
+
+
+# -- captured verification in the engine
+
+GRAPH_CELLS: tuple[tuple[str, str, int | None, dict[str, Any], int], ...] = (
+    ("small", "none", None, {"top_p": 0.9}, 1),
+    ("small", "none", None, {"top_p": 0.9}, 16),
+    ("small", "ngram", 4, {"top_p": 0.9}, 1),
+    ("small", "ngram", 4, {"top_p": 0.9}, 16),
+    ("yardstick", "draft-model", 4, {}, 1),
+    ("yardstick", "draft-model", 4, {"top_p": 0.9}, 1),
+    ("yardstick", "draft-model", 4, {"seed": 1}, 1),
+    ("yardstick", "draft-model", 4, {"top_p": 0.9}, 16),
+    ("yardstick", "ngram", 4, {"top_p": 0.9}, 16),
+)
+
+
+def cell(runs: Runs, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
+    engine, sampler = runs.engine, runs.engine.runner.sampler
+    config = engine.model.config
+    uncaptured = Sampler(config.vocab_size, frozenset(config.eos_token_ids), engine.model.device, verifier=verify)
+    times: dict[str, list[float]] = {"uncaptured": [], "captured": []}
+    for turn in range(rounds + 1):
+        for name, step_ms in times.items():
+            engine.runner.sampler = sampler if name == "captured" else uncaptured
+            took = runs.answer(prompts, params)["step_ms"]
+            if turn:
+                step_ms.append(took)
+    found = {name: statistics.median(step_ms) for name, step_ms in times.items()}
+    late = {"uncaptured_steps": sampler.uncaptured, "captured_late": sampler.late_captures}
+    return {**found, "rounds": times, "graphs": len(sampler._graphs), **late}
+
+
+def run_attention(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     torch.manual_seed(0)
-    found: dict[str, Any] = {"same": agreement(device)} if "same" in parts else {}
-    subject = Subject(device)
-    if "nodes" in parts:
+    found: dict[str, Any] = {"same": agreement(device)} if "same" in args.parts else {}
+    subject = AttentionSubject(device)
+    if "nodes" in args.parts:
         found["ms"] = by_nodes(subject)
-    if "passes" in parts:
+    if "passes" in args.parts:
         found["passes"] = by_pass(subject)
-    print(json.dumps({"benchmark": "gpu_attention", **found}))
+    return found
+
+
+def run_verify(args: argparse.Namespace) -> dict[str, Any]:
+    lines = []
+    for vocab in args.vocabs:
+        for rows in args.rows:
+            for case in CASES:
+                work, engine = batch(case, rows, args.nodes, vocab)
+                verdict = work()
+                accepted = float(verdict.num_accepted.double().mean())  # type: ignore[attr-defined]
+                replay, (_, eager) = replay_ms(captured(work), args.replays), call_ms(work)
+                engine()
+                host, whole = call_ms(engine, args.replays)
+                row = {"case": case.name, "vocab": vocab, "rows": rows, "graph_ms": replay, "eager_ms": eager}
+                lines.append(row | {"engine_ms": whole, "engine_host_ms": host, "accepted": accepted})
+                print(lines[-1], flush=True)
+                del work, engine, verdict
+                torch.cuda.empty_cache()
+    return {"nodes": args.nodes, "lines": lines}
+
+
+@torch.inference_mode()
+def run_compact(args: argparse.Namespace) -> dict[str, Any]:
+    device, found = torch.device(args.device), {}
+    for name, (layers, heads, dim) in COMPACT_SHAPES.items():
+        for rows in (1, 16, 64):
+            spec, blocks = KVSpec(num_kv_heads=heads, head_dim=dim), rows * TREE_NODES // 16
+            cache = KVCache([spec] * layers, num_blocks=blocks, block_size=16, dtype=torch.bfloat16, device=device)
+            nodes = [[row, *range(row * TREE_NODES, (row + 1) * TREE_NODES)] for row in range(rows)]
+            path = torch.full((rows, 8), -1)
+            path[:, :ACCEPTED] = 3 * torch.arange(ACCEPTED)
+            path, laid_out = path.to(device), torch.tensor(nodes)
+            ways = {
+                "by the host": lambda c=cache, n=nodes, p=path: by_host(c, n, p),
+                "behind it": lambda c=cache, n=laid_out, p=path: c.compact(sent(n, p.device), p),
+            }
+            found[f"{name} x{rows}"] = {
+                way: {"host_us": host_us(work, device), "device_us": 1e3 * device_ms(work)}
+                for way, work in ways.items()
+            }
+            print(f"{name}, {rows} sequences: {found[f'{name} x{rows}']}", flush=True)
+    return found
+
+
+def run_graphs(args: argparse.Namespace) -> dict[str, Any]:
+    subject = Subject(args.weights, torch.device(args.device), tiny=args.tiny)
+    found: dict[str, Any] = {}
+    engines: dict[str, Runs] = {}
+    for model, method, k, options, rows in GRAPH_CELLS:
+        name = f"{model}, {method} {k or ''}, {options or 'T = 0.7'}, {rows} rows"
+        decoder = subject.small if model == "small" else subject.yardstick
+        try:
+            if model not in engines:
+                engines[model] = Runs(subject, decoder, "ngram" if model == "small" else "auto", batch=16)
+            runs = Runs(subject, decoder, method, k, rows, engines[model])
+            params = SamplingParams(temperature=0.7, max_tokens=args.tokens, ignore_eos=True, **options).resolve({})
+            found[name] = cell(runs, many_prompts(subject, 0, rows), params, args.rounds)
+        except Exception:  # the other cells still count
+            traceback.print_exc()
+            continue
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+PARTS = {"attention": run_attention, "verify": run_verify, "compact": run_compact, "graphs": run_graphs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=("same", "nodes", "passes"), default=["same", "nodes", "passes"])
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--replays", type=int, default=30)
+    parser.add_argument("--vocabs", type=int, nargs="+", default=[128_256, 49_152])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--weights", default="smollm2", help="of graphs: smollm2, a folder with it, or random")
+    parser.add_argument("--tokens", type=int, default=192, help="of graphs")
+    parser.add_argument("--rounds", type=int, default=3, help="of graphs")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="of graphs: a small shape, to try the script")
+    args = parser.parse_args()
+    finish(f"gpu_{args.what}", PARTS[args.what](args))
 
 
 if __name__ == "__main__":

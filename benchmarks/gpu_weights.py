@@ -1,6 +1,6 @@
 """Weights stored as codes on a GPU: bits, products by tile, and passes of an 8B-shaped model, for each kind.
 
-    python benchmarks/gpu_weights.py bits tiles passes [--tiny] [--kinds fp8 int4 ...]
+    python -m benchmarks.gpu_weights bits tiles passes [--tiny] [--kinds fp8 int4 ...]
 
 The bits of a product are compared between numbers of rows, and with the same weight expanded to bf16 beforehand.
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import triton
-from gpu_passes import Bench, device_ms
 from torch import Tensor
-from yardstick import Size
 
+from benchmarks.gpu.passes import Bench, device_ms
+from benchmarks.gpu.yardstick import Size
 from paceline.models.backends.cuda.codes import codes
 from paceline.models.backends.cuda.codes.codes import Ring, expanded, ring_for
 from paceline.models.backends.cuda.kernels import TritonKernels

@@ -22,6 +22,7 @@ HOLD_S = 200.0  # seconds that one benchmark keeps a shared machine
 WINDOW_S, PATIENCE_S = 0.1, 10.0
 QUIET = 0.05  # share of the cores that others may take before an answer is begun
 
+ROOT = Path(__file__).resolve().parents[1]
 COPYING = Path(__file__).parent / "copying.jsonl"  # quoting, editing code, JSON printed again
 
 clock: Callable[[], float] = time.perf_counter
@@ -150,15 +151,16 @@ def serve_cells(cells: Sequence[str], run: Callable[[str], dict[str, Any]], fres
 
 
 @contextmanager
-def _worker(script: str, tree: Path, arguments: Sequence[str]) -> Iterator[Callable[[str | None], Any]]:
-    """Run a script's worker on the source of a tree, with a cache folder of its own for what policies learn."""
+def _worker(module: str, tree: Path, arguments: Sequence[str]) -> Iterator[Callable[[str | None], Any]]:
+    """Run a module's worker on the source of a tree, with a cache folder of its own for what policies learn."""
     from paceline.models.load.store import cache_home
 
     with tempfile.TemporaryDirectory() as home:
         (Path(home) / "models").symlink_to(cache_home() / "models")
-        env = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "PACELINE_HOME": home}
-        command = [sys.executable, script, "--worker", *arguments]
-        process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, "PYTHONPATH": f"{tree.resolve() / 'src'}{os.pathsep}{ROOT}", "PACELINE_HOME": home}
+        command = [sys.executable, "-m", module, "--worker", *arguments]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=env, cwd=ROOT, **pipes)
         assert process.stdin is not None
         assert process.stdout is not None
 
@@ -175,7 +177,7 @@ def _worker(script: str, tree: Path, arguments: Sequence[str]) -> Iterator[Calla
             process.wait()
 
 
-def compare_trees(script: str, other: Path, rounds: int, arguments: Sequence[str], unit: str) -> dict[str, Any]:
+def compare_trees(module: str, other: Path, rounds: int, arguments: Sequence[str], unit: str) -> dict[str, Any]:
     """Measure this source tree against another: seconds of the other over seconds of this, cell by cell and in all.
 
     Both run the cells by turns; a pair of runs follow each other, in an order drawn anew. `unit`: cpu or wall seconds.
@@ -183,8 +185,8 @@ def compare_trees(script: str, other: Path, rounds: int, arguments: Sequence[str
     """
     from paceline.bench.intervals import student
 
-    noise, this = random.Random(0), Path(script).resolve().parents[1]
-    with _worker(script, this, arguments) as ours, _worker(script, other, arguments) as theirs:
+    noise = random.Random(0)
+    with _worker(module, ROOT, arguments) as ours, _worker(module, other, arguments) as theirs:
         cells: list[str] = ours.cells  # type: ignore[attr-defined]
         ratios: dict[str, list[float]] = {cell: [] for cell in cells}
         same = dict.fromkeys(cells, True)

@@ -7,10 +7,10 @@ step costs what a pass of so many rows cost on two cores (pass_cost.py) or on an
 (`--deciding`). A batch is answered as one job: its time ends with its last answer. Groups come one after the other, so
 the first shows a cold policy.
 
-    python benchmarks/policy_replay.py --record answers.json --temperature 0 --prompts mt_bench.jsonl gsm8k.jsonl
-    python benchmarks/policy_replay.py answers.json --batches 1 4 16 32
-    python benchmarks/policy_replay.py answers.json --steep 4 --noise --deciding  # nine rows cost twice what one does
-    python benchmarks/policy_replay.py answers.json --clock gpu --batches 1 2 4 8 16 32 64 128
+    python -m benchmarks.policy_replay --record answers.json --temperature 0 --prompts mt_bench.jsonl gsm8k.jsonl
+    python -m benchmarks.policy_replay answers.json --batches 1 4 16 32
+    python -m benchmarks.policy_replay answers.json --steep 4 --noise --deciding  # nine rows cost twice what one does
+    python -m benchmarks.policy_replay answers.json --clock gpu --batches 1 2 4 8 16 32 64 128
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import finish, prompts_of
-from speculation import Configuration
 
+from benchmarks.harness import finish, prompts_of
+from benchmarks.speculation import Configuration
 from paceline import SamplingParams
 from paceline.config import TRAINED_LEVEL, SpeculationConfig
 from paceline.core.draft import Draft

@@ -1,6 +1,6 @@
 """Checkpoints that compressed-tensors itself has written: are they read as that package reads them?
 
-    pip install compressed-tensors && python benchmarks/quantized_checkpoints.py [--out FOLDER]
+    pip install compressed-tensors && python -m benchmarks.quantized_checkpoints [--out FOLDER]
 
 For each scheme a small random Llama is compressed by the package, saved, loaded here, and every weight compared with
 the package's own decompression, in bf16, which rounds once as ours does; an AWQ checkpoint of random codes is compared

@@ -10,14 +10,14 @@ reported apart, since loops flatter lookup.
 `--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed.
 `--remembered` adds an `auto` whose policy has answered other prompts before; its suffix store is empty.
 
-    python benchmarks/speculation.py                                   # copying
-    python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --whole
-    python benchmarks/speculation.py --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # scatter by chance
-    python benchmarks/speculation.py --prompts mt_bench.jsonl --lookups --fixed dspark:3 --activations int8
-    python benchmarks/speculation.py --against TREE --rounds 7 --per-category 3       # another source tree, by turns
-    python benchmarks/speculation.py drafter --drafter DIR --prompts mt_bench.jsonl   # τ and time of a block drafter
-    python benchmarks/speculation.py drafter --drafter DIR --answers W/answers.json   # τ on kept answers, any drafter
-    python benchmarks/speculation.py rates --prompts gsm8k_train.jsonl                # how often lookups are right
+    python -m benchmarks.speculation                                   # copying
+    python -m benchmarks.speculation --prompts mt_bench.jsonl --per-category 2 --whole
+    python -m benchmarks.speculation --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # scatter by chance
+    python -m benchmarks.speculation --prompts mt_bench.jsonl --lookups --fixed dspark:3 --activations int8
+    python -m benchmarks.speculation --against TREE --rounds 7 --per-category 3       # another source tree, by turns
+    python -m benchmarks.speculation drafter --drafter DIR --prompts mt_bench.jsonl   # τ and time of a block drafter
+    python -m benchmarks.speculation drafter --drafter DIR --answers W/answers.json   # τ on kept answers, any drafter
+    python -m benchmarks.speculation rates --prompts gsm8k_train.jsonl                # how often lookups are right
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare_trees, finish, prompts_of, serve_cells, shown
 
+from benchmarks.harness import compare_trees, finish, prompts_of, serve_cells, shown
 from paceline import LLM, SamplingParams
 
 NONE, AUTO = "none", "auto"
@@ -456,7 +456,9 @@ def main() -> None:
         at = sys.argv.index("--against")
         arguments = [*sys.argv[1:at], *sys.argv[at + 2 :]]
         unit = "cpu" if args.one_core else "wall"
-        finish("speculation_against", compare_trees(__file__, args.against, args.rounds, arguments, unit))
+        finish(
+            "speculation_against", compare_trees("benchmarks.speculation", args.against, args.rounds, arguments, unit)
+        )
     else:
         {"compare": compare, "drafter": drafter, "rates": rates}[args.what](args)
 

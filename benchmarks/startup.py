@@ -1,6 +1,6 @@
 """From `paceline generate` to the first token on the screen, the model cached: a fresh process each time.
 
-python benchmarks/startup.py [--rounds 5]
+python -m benchmarks.startup [--rounds 5]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from harness import finish
+from benchmarks.harness import finish
 
 
 def first_byte() -> float:

@@ -5,8 +5,8 @@ all still decode is timed whole (look, evidence, propose) and divided by its row
 of 20 us. Before a step a large array is gone through, as a pass goes through weights, so that nothing is left in the
 caches; `--warm` leaves that out.
 
-    python benchmarks/policy_replay.py --record answers.json --temperature 0.7 --prompts mt_bench.jsonl
-    python benchmarks/suffix_cost.py answers.json --rows 1 4 16
+    python -m benchmarks.policy_replay --record answers.json --temperature 0.7 --prompts mt_bench.jsonl
+    python -m benchmarks.suffix_cost answers.json --rows 1 4 16
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import finish
-from policy_replay import VOCABULARY, Record, follow
 
+from benchmarks.harness import finish
+from benchmarks.policy_replay import VOCABULARY, Record, follow
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.core.sequence import Sequence

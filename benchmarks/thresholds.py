@@ -3,7 +3,7 @@
 Every sequence of a batch is given a chain of k tokens that is always refused, so a step costs what verifying costs and
 the batch stays as it is. The acceptance at which k drafted tokens pay is where the formula gives 1.0x with that cost.
 
-    python benchmarks/thresholds.py [--batches 1 2 4 8 16 32] [--k 1 2 4 8] [--rounds 12]
+    python -m benchmarks.thresholds [--batches 1 2 4 8 16 32] [--k 1 2 4 8] [--rounds 12]
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from harness import finish, interleaved
 
+from benchmarks.harness import finish, interleaved
 from paceline import SamplingParams
 from paceline.config import EngineConfig
 from paceline.core.draft import Draft

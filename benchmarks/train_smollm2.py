@@ -1,10 +1,10 @@
 """Trains the drafter that ships with smollm2, in stages that continue from a work folder. One H200, under 25 minutes.
 
-    python benchmarks/train_smollm2.py data     --work W --target T --minutes 5 --gsm8k-train gsm8k_train.jsonl \
+    python -m benchmarks.train_smollm2 data     --work W --target T --minutes 5 --gsm8k-train gsm8k_train.jsonl \
                                                 --mt-bench mt_bench.jsonl --gsm8k gsm8k.jsonl
-    python benchmarks/train_smollm2.py train    --work W --target T --minutes 17 --call-minutes 9.2   # run twice
-    python benchmarks/train_smollm2.py evaluate --work W --target T
-    python benchmarks/train_smollm2.py pack     --work W --target T --out DIR
+    python -m benchmarks.train_smollm2 train    --work W --target T --minutes 17 --call-minutes 9.2   # run twice
+    python -m benchmarks.train_smollm2 evaluate --work W --target T
+    python -m benchmarks.train_smollm2 pack     --work W --target T --out DIR
 
 `data`: the target writes prompts and answers them, and answers the questions of gsm8k_train; prompts of mt_bench and
 gsm8k are answered apart, to be measured on, and never trained on. `train` continues where the last run stopped; its
@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import finish
 
+from benchmarks.harness import finish
 from paceline.drafters.block.config import W2
 from paceline.drafters.methods import DSPARK, EAGLE3
 from paceline.models.load.hub import resolve

@@ -1,7 +1,7 @@
 """The curve of gpu.py's batches: tokens per second by sequences at once, plain, by fixed k, and auto.
 
-python benchmarks/gpu.py --parts batches | tail -1 > batches.json
-python benchmarks/gpu_batches_plot.py batches.json docs/benchmarks/2026-11-15-gpu-batches.png
+python -m benchmarks.gpu --parts batches | tail -1 > batches.json
+python -m benchmarks.gpu_batches_plot batches.json docs/benchmarks/2026-11-15-gpu-batches.png
 """
 
 from __future__ import annotations

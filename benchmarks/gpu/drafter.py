@@ -3,7 +3,7 @@
 One engine serves all of them, by the request's own speculation, so weights, graphs and prompts are the same. A batch is
 kept full while it is timed. The suffix store is off: an answer that was seen before is not drafted.
 
-    python benchmarks/gpu_drafter.py --weights smollm2 --prompts mt_bench.jsonl --batches 1 16 64 128
+    python -m benchmarks.gpu.drafter --weights smollm2 --prompts mt_bench.jsonl --batches 1 16 64 128
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_subject import Subject
-from harness import finish, prompts_of
-from yardstick import Size, large_drafter
 
+from benchmarks.gpu.subject import Subject
+from benchmarks.gpu.yardstick import Size, large_drafter
+from benchmarks.harness import finish, prompts_of
 from paceline import SamplingParams, build
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.block.checkpoint import read

@@ -1,4 +1,4 @@
-"""Parts of benchmarks/gpu.py through the engine: identity, time of the host, drafting, batches, the small model."""
+"""Parts of benchmarks.gpu.run through the engine: identity, time of the host, drafting, batches, the small model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_subject import Subject
-from harness import prompts_of as copying
 
+from benchmarks.gpu.subject import Subject
+from benchmarks.harness import prompts_of as copying
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import METHODS, Drafter, DrafterContext

@@ -1,4 +1,4 @@
-"""Parts of benchmarks/gpu.py below the engine: bits of a pass, time of a pass, prefill, transformers' own loop."""
+"""Parts of benchmarks.gpu.run below the engine: bits of a pass, time of a pass, prefill, transformers' own loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_subject import Subject
 from torch import Tensor
 
+from benchmarks.gpu.subject import Subject
 from paceline.models.decoder import Decoder
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan

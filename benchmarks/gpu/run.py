@@ -1,7 +1,7 @@
 """The figures of a big GPU, in one call: exactness first, then time. Parts can be chosen; each prints as it goes.
 
-    python benchmarks/gpu.py                            # everything, with the yardstick built from smollm2
-    python benchmarks/gpu.py --parts bits passes --weights random
+    python -m benchmarks.gpu.run                        # everything, with the yardstick built from smollm2
+    python -m benchmarks.gpu --parts bits passes --weights random
 
 bits       a row of a pass has the same bits for 1 to 64 rows, alone, in a batch, in a tree, in a prefill chunk
 passes     a pass over 1, 8, 32, 64 nodes at 1k and 16k of context (figures 1 and 2), and its kernels by time
@@ -25,10 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_engine import ENGINE_PARTS
-from gpu_passes import PASS_PARTS
-from gpu_subject import Subject
-from harness import finish
+
+from benchmarks.gpu.engine import ENGINE_PARTS
+from benchmarks.gpu.passes import PASS_PARTS
+from benchmarks.gpu.subject import Subject
+from benchmarks.harness import finish
 
 PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {**PASS_PARTS, **ENGINE_PARTS}
 

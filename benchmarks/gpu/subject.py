@@ -1,4 +1,4 @@
-"""The models benchmarks/gpu.py measures: the yardstick, and smollm2 itself, built on the device when asked for."""
+"""The models benchmarks.gpu.run measures: the yardstick, and smollm2 itself, built on the device when asked for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from yardstick import Size, Yardstick
 
+from benchmarks.gpu.yardstick import Size, Yardstick
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.load.hub import resolve

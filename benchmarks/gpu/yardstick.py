@@ -4,7 +4,7 @@ It costs what an 8B model costs and gives SmolLM2's logits. Channels of the smal
 meets an exact zero is filled with N(0, 0.02), so that the chip works as hard as on a real model; outputs that must
 stay zero have zero rows; the layers beyond the small model's are the identity.
 
-    python benchmarks/yardstick.py [--device cuda]        # checks it against smollm2 on one prompt
+    python -m benchmarks.gpu.yardstick [--device cuda]        # checks it against smollm2 on one prompt
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Does an exported drafter do in vLLM what it does here? Acceptance by position of the same chains, both greedy.
 
-    python benchmarks/interchange.py --drafter DIR --vllm-python VENV/bin/python --prompts mt_bench.jsonl -k 4
-    python benchmarks/interchange.py --fit DIR --prompts mt_bench.jsonl                 # a drafter to try it with
-    python benchmarks/interchange.py --speculators-python VENV/bin/python               # the reverse
+    python -m benchmarks.interchange --drafter DIR --vllm-python VENV/bin/python --prompts mt_bench.jsonl -k 4
+    python -m benchmarks.interchange --fit DIR --prompts mt_bench.jsonl                 # a drafter to try it with
+    python -m benchmarks.interchange --speculators-python VENV/bin/python               # the reverse
 
 The folder is exported (`--format`); the export is loaded here and in vLLM; both answer the same prompts in fp32 with
 chains of k tokens. Where vLLM's build cannot run a method its error is reported. `--fit` makes an EAGLE-3 drafter of
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import finish
 from safetensors.torch import load_file
 
+from benchmarks.harness import finish
 from paceline import build
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.sequence import Sequence

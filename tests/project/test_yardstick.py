@@ -3,20 +3,15 @@ small model's logits."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from paceline.drafters.base import DraftRequest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 
 def test_the_yardstick_is_the_small_model_in_a_larger_shape() -> None:
-    from gpu_subject import TINY, Subject
-    from yardstick import logits_of
+    from benchmarks.gpu.subject import TINY, Subject
+    from benchmarks.gpu.yardstick import logits_of
 
     subject = Subject("random", torch.device("cpu"), tiny=True)
     assert TINY.layers > subject.small_config.num_layers
@@ -27,23 +22,23 @@ def test_the_yardstick_is_the_small_model_in_a_larger_shape() -> None:
 
 @pytest.mark.parametrize("part", ["passes", "prefill", "host"])
 def test_figures_of_a_gpu_can_be_taken_of_a_small_model(part: str) -> None:
-    from gpu import PARTS
-    from gpu_subject import Subject
+    from benchmarks.gpu.run import PARTS
+    from benchmarks.gpu.subject import Subject
 
     assert PARTS[part](Subject("random", torch.device("cpu"), tiny=True))
 
 
 def test_every_case_of_verification_runs_as_the_engine_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import verify_gpu
+    from benchmarks import gpu_kernels
 
-    monkeypatch.setattr(verify_gpu, "DEVICE", torch.device("cpu"))
-    for case in verify_gpu.CASES:
-        for work in verify_gpu.batch(case, rows=2, nodes=6, vocab=80):
+    monkeypatch.setattr(gpu_kernels, "DEVICE", torch.device("cpu"))
+    for case in gpu_kernels.CASES:
+        for work in gpu_kernels.batch(case, rows=2, nodes=6, vocab=80):
             assert work().tokens.shape[0] == 2
 
 
 def test_drafts_that_are_to_be_refused_are_valid() -> None:
-    from thresholds import Refused
+    from benchmarks.thresholds import Refused
 
     draft = Refused().propose([DraftRequest(None, 3), DraftRequest(None, 1)])
     draft.validate(50)

@@ -1,7 +1,4 @@
-"""Malformed requests, clients that leave, an engine that is killed: honest clients notice nothing but a 503.
-
-benchmarks/serve_fuzz.py does the same with more of each, and with smollm2.
-"""
+"""Malformed requests, clients that leave, an engine that is killed: honest clients notice nothing but a 503."""
 
 from __future__ import annotations
 
@@ -20,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.malformed_requests import BY_HAND, malformed
-from benchmarks.serve_client import Answer, ask, is_openai, leave, send_raw
+from benchmarks.serve import Answer, ask
 from paceline import LLM, SamplingParams
 from paceline.engine.events import Cancel, Request, Submit
 from paceline.errors import InvalidParameter, QueueFull
 from paceline.server.process.worker import GrammarCompiler, Worker
+from tests.helpers.dishonest_clients import is_openai, leave, send_raw
+from tests.helpers.malformed_requests import BY_HAND, malformed
 from tests.server.conftest import Server, start_server, wait_until
 
 PROMPTS = [f"Tell me about the number {number}." for number in range(24)]

@@ -22,7 +22,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.serve_client import Answer, ask
+from benchmarks.serve import Answer, ask
 from paceline import LLM, SamplingParams
 from paceline.cli.serve import listen, read_keys
 from paceline.core.verdict import TokenKind
