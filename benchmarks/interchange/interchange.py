@@ -115,7 +115,7 @@ def theirs(folder: Path, method: str, prompts: list[list[int]], args: argparse.N
     with tempfile.TemporaryDirectory() as work:
         given, result = Path(work) / "task.json", Path(work) / "result.json"
         given.write_text(json.dumps(task))
-        command = [args.vllm_python, str(HERE / "interchange_vllm.py"), str(given), str(result)]
+        command = [args.vllm_python, str(HERE / "in_vllm.py"), str(given), str(result)]
         ended = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=sys.stderr, check=False)
         if not result.exists():
             return {"error": f"vLLM ended with exit code {ended.returncode}"}
@@ -240,7 +240,7 @@ def reverse(python: str) -> dict[str, Any]:
     """Heads written by the speculators library's own classes, loaded here: the largest difference of the EAGLE-3 head's
     logits, and how many of the DSpark head's chains are the same."""
     with tempfile.TemporaryDirectory() as work:
-        command = [python, str(HERE / "interchange_speculators.py"), work]
+        command = [python, str(HERE / "by_speculators.py"), work]
         subprocess.run(command, stdout=sys.stderr, check=True)
         return reverse_eagle3(Path(work) / "eagle3") | reverse_dspark(Path(work) / "dspark")
 

@@ -62,6 +62,8 @@ def two_samples(one, other, columns):
     cells = [pair for pair in pairs if sum(pair) >= 20]
     if rare := [pair for pair in pairs if sum(pair) < 20]:
         cells.append([sum(column) for column in zip(*rare, strict=True)])
+    if len(cells) < 2:
+        return 1.0
     seen = torch.tensor(cells, dtype=torch.float64)
     expected = seen.sum(1, keepdim=True) * seen.sum(0) / seen.sum()
     g = 2 * torch.special.xlogy(seen, seen / expected).sum()

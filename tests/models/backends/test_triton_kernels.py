@@ -1,6 +1,6 @@
 # ruff: noqa: E402
 """The CUDA kernels through Triton's interpreter, against the torch reference in float64, and their law: a row's bits
-depend on that row alone. What only a GPU can show (its rounding) is checked by benchmarks/gpu.py there."""
+depend on that row alone. What only a GPU can show (its rounding) is checked by benchmarks.gpu.run there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter knows no Gluon, so the kernel is only compiled here: `benchmarks/gpu_attention.py` holds it to the
+"""The interpreter knows no Gluon, so the kernel is only compiled here: `benchmarks.gpu_kernels` holds it to the
 bits of the other one where there is a GPU."""
 
 from __future__ import annotations

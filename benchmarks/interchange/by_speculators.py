@@ -1,7 +1,7 @@
 """Writes drafters by the speculators library's own classes, for `interchange.py`: an EAGLE-3 and a DSpark head of
 random weights, saved by the library's `save_pretrained`, with what its own forward gives for random inputs.
 
-    python interchange_speculators.py FOLDER            # by an interpreter that has speculators
+    python by_speculators.py FOLDER            # by an interpreter that has speculators
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answers prompts in vLLM with a drafter, for `interchange.py`, which runs this with vLLM's own interpreter.
 
-    python interchange_vllm.py TASK.json RESULT.json
+    python in_vllm.py TASK.json RESULT.json
 
 The task names model, drafter, method, k, max_tokens and the prompts as token ids. The result holds the answers and how
 often each position of a chain was drafted and accepted, or the error that vLLM ended with.
