@@ -33,35 +33,35 @@ from paceline.cli.theory.command import theory
 from paceline.cli.train import train
 from paceline.errors import PacelineError
 
-PANELS = 80  # columns that help in panels needs
+PANELS = 80  # columns; a narrower terminal gets help without panels
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-class _SwitchesTakeNoValue:
-    """Help shows a switch without a type: `--raw`, not `--raw <bool>`."""
+class _PlainSwitches:
+    """A command or group whose help shows a switch without a type: `--raw`, not `--raw <bool>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in found:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
-        return found
+        return parameters
 
 
-class Command(_SwitchesTakeNoValue, TyperCommand):
+class PacelineCommand(_PlainSwitches, TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Panels cut long flags short in a narrow terminal; plain help does not."""
+        """Write help, without panels in a narrow terminal, where they cut long flags short."""
         if shutil.get_terminal_size().columns < PANELS:
             self.rich_markup_mode = None
         super().format_help(ctx, formatter)
 
 
-class Group(_SwitchesTakeNoValue, TyperGroup):
+class PacelineGroup(_PlainSwitches, TyperGroup):
     pass
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=PacelineGroup,
     help="Speculative decoding: language models that answer sooner without changing their output.",
     no_args_is_help=True,
     add_completion=False,
@@ -73,7 +73,7 @@ COMMANDS = (
     *(theory, quantize, pull, models, doctor),
 )
 for command in COMMANDS:
-    app.command(cls=Command)(command)
+    app.command(cls=PacelineCommand)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     as_json = wants_json(arguments)
     try:
         result = app(list(arguments), prog_name="paceline", standalone_mode=False)
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Found before parsing, since parsing itself can fail."""
+    """Whether --json is given, seen before parsing, which can fail itself."""
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in flags
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from paceline.llm import LLM
 
-DRAFTED = 0  # draft.Kind.DRAFTED, without importing torch for it
-NOTICEABLE = 1.03
-BUSY = 1.1  # times τ: a pass commits τ tokens, so a higher speed-up is an error of timing
+DRAFTED = 0  # TokenKind.DRAFTED, without its import of torch
+NOTICEABLE = 1.03  # speed-up; below it the demo says that nothing was gained
+BUSY = 1.1  # share of τ: a pass commits τ tokens, so a higher speed-up is an error of timing
 ACCEPTED_STYLE = "bold green"
 
 # A chat answer, where little can be guessed, and two tasks that repeat what they were given.
@@ -96,31 +96,30 @@ def demo(
     return 0 if all(one.identical for one in rounds) else 1
 
 
-def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool) -> list[Round]:
-    short_repr = Screen(llm, quiet=as_json)
-    short_repr.title(llm)
-    run(
-        llm, "Count to ten.", 8, speculation=NONE, short_repr=Screen(llm, quiet=True)
-    )  # warm-up: a process's first steps are slow
-    rounds = [compare(llm, name, text, max_tokens, short_repr) for name, text in prompts.items()]
-    short_repr.summary(rounds)
+def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool) -> list[DemoRound]:
+    screen = DemoScreen(llm, quiet=as_json)
+    screen.title(llm)
+    quiet = DemoScreen(llm, quiet=True)
+    run(llm, "Count to ten.", 8, speculation=NONE, screen=quiet)  # warm-up: a process's first steps are slow
+    rounds = [compare(llm, name, text, max_tokens, screen) for name, text in prompts.items()]
+    screen.summary(rounds)
     if as_json:
         print_json({"model": llm.name, "method": llm.method, "rounds": [one.as_dict() for one in rounds]})
     return rounds
 
 
-def compare(llm: LLM, name: str, prompt: str, max_tokens: int, short_repr: Screen) -> Round:
-    short_repr.prompt(name, prompt)
-    short_repr.heading("speculatively")
-    speculative = run(llm, prompt, max_tokens, speculation=None, short_repr=short_repr)
-    short_repr.heading("plainly")
-    plain = run(llm, prompt, max_tokens, speculation=NONE, short_repr=short_repr)
-    result = Round(name, prompt, speculative, plain)
-    short_repr.verdict(result)
+def compare(llm: LLM, name: str, prompt: str, max_tokens: int, screen: DemoScreen) -> DemoRound:
+    screen.prompt(name, prompt)
+    screen.heading("speculatively")
+    speculative = run(llm, prompt, max_tokens, speculation=None, screen=screen)
+    screen.heading("plainly")
+    plain = run(llm, prompt, max_tokens, speculation=NONE, screen=screen)
+    result = DemoRound(name, prompt, speculative, plain)
+    screen.verdict(result)
     return result
 
 
-def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, short_repr: Screen) -> Tally:
+def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, screen: DemoScreen) -> Tally:
     from paceline.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
@@ -129,14 +128,14 @@ def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, shor
         with closing(llm.stream(messages(None, prompt), params)) as chunks:
             for chunk in chunks:
                 tally.add(chunk)
-                short_repr.tokens(chunk.token_ids, chunk.kinds)
+                screen.tokens(chunk.token_ids, chunk.kinds)
     finally:
-        short_repr.end()
+        screen.end()
     return tally
 
 
 @dataclass(frozen=True)
-class Round:
+class DemoRound:
     name: str
     prompt: str
     speculative: Tally
@@ -144,11 +143,11 @@ class Round:
 
     @property
     def first_difference(self) -> int | None:
-        """The first token at which the answers differ; None: they are equal."""
-        ours, theirs = token_ids(self.speculative), token_ids(self.plain)
-        if ours == theirs:
+        """Index of the first token at which the answers differ; None: they are equal."""
+        drafted, plain = token_ids(self.speculative), token_ids(self.plain)
+        if drafted == plain:
             return None
-        agree = [a == b for a, b in zip(ours, theirs, strict=False)]
+        agree = [a == b for a, b in zip(drafted, plain, strict=False)]
         return agree.index(False) if False in agree else len(agree)
 
     @property
@@ -200,8 +199,8 @@ def timing(tally: Tally) -> dict[str, Any]:
     }
 
 
-class Screen:
-    """Coloured text on a terminal, plain text elsewhere, nothing where it is quiet."""
+class DemoScreen:
+    """Output of the demo: coloured on a terminal, plain elsewhere, none where it is quiet."""
 
     def __init__(self, llm: LLM, *, quiet: bool) -> None:
         from rich.console import Console
@@ -234,12 +233,12 @@ class Screen:
             self._print("")
         self._at_line_start = True
 
-    def verdict(self, one: Round) -> None:
+    def verdict(self, one: DemoRound) -> None:
         self._print("")
         for line in verdict_lines(one):
             self._print(line)
 
-    def summary(self, rounds: Sequence[Round]) -> None:
+    def summary(self, rounds: Sequence[DemoRound]) -> None:
         from paceline.cli.table import print_table
 
         if not self._console.quiet:
@@ -257,7 +256,7 @@ class Screen:
         self._console.file.flush()
 
 
-def verdict_lines(one: Round) -> list[str]:
+def verdict_lines(one: DemoRound) -> list[str]:
     stats = one.speculative.speculation
     rates = f"plain {rate_words(one.plain.tokens_per_second)} · speculative"
     words = [f"{rates} {rate_words(one.speculative.tokens_per_second)}", times(one.speedup)]
@@ -276,7 +275,7 @@ def verdict_lines(one: Round) -> list[str]:
     return lines
 
 
-def summary_row(one: Round) -> list[str]:
+def summary_row(one: DemoRound) -> list[str]:
     stats = one.speculative.speculation
     rates = [tally.tokens_per_second for tally in (one.plain, one.speculative)]
     return [

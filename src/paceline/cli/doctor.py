@@ -18,12 +18,12 @@ from paceline.platform import cpu as machine
 
 EXACT = "yes: a drafted answer equals the plain one, token for token"
 NOT_EXACT = "no: a drafted answer may differ from the plain one where two tokens are nearly as likely"
-LITTLE_MEMORY = 1 << 30  # torch, the default model in fp32 and a small cache
+LITTLE_MEMORY = 1 << 30  # bytes; torch, the default model in fp32 and a small cache
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`fatal`: no model can run. `slow`: models run, but several times slower than they could. Both are exit code 1."""
+    """A problem. `fatal`: no model can run; `slow`: models run, several times slower than they could."""
 
     problem: str
     advice: str
@@ -99,7 +99,7 @@ def cache_folder(findings: list[Finding]) -> dict[str, Any]:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """Writes a file and removes it: permission bits do not show read-only mounts."""
+    """Write a file and remove it: permission bits do not show read-only mounts."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -123,7 +123,7 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 
 
 def choices(findings: list[Finding]) -> dict[str, Any]:
-    """The values that `auto` stands for on this machine."""
+    """Return the values that `auto` stands for on this machine."""
     from paceline.models.kernels import ACTIVATIONS, kernels_for, why_slow
     from paceline.models.load.open_model import choose_device, choose_kv_dtype
     from paceline.native.library import library_status
@@ -151,7 +151,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
 
 
 def weights_words(device: str, keeps_codes: bool) -> str:
-    """How weights lie in memory."""
+    """Say how weights are stored in memory."""
     if device == "cpu":
         return "as stored" if keeps_codes else "float32"
     return "bfloat16, or quantised as stored" if keeps_codes else "bfloat16, quantised ones expanded to it"

@@ -6,12 +6,13 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.flags import RunOptions, with_options
+from paceline.cli.flags import RunOptions, flag, with_options
 from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
 from paceline.cli.progress import progress, prompt_progress
 from paceline.errors import InvalidPrompt
@@ -24,46 +25,45 @@ if TYPE_CHECKING:
 Request = str | list[dict[str, Any]]  # raw text, or messages for the chat template
 
 
-@with_options
-def generate(
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(RunOptions):
     prompt: Annotated[
         str | None, typer.Argument(help="What to ask; - reads it from stdin.", metavar="PROMPT", show_default=False)
-    ] = None,
+    ] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        flag(
             "--prompts",
             help="Answer all prompts of a file: jsonl (prompt, messages or turns), OpenAI's batch lines, or text.",
             metavar="FILE",
         ),
-    ] = None,
+    ] = None
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Where answers to --prompts go. Run again, the command continues the file.", metavar="FILE"
-        ),
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
-    n: Annotated[int, typer.Option("--n", help="How many answers to the prompt.")] = 1,
-    *,
-    options: RunOptions,
-) -> int:
+        flag("--out", help="Where answers to --prompts go. Run again, the command continues the file.", metavar="FILE"),
+    ] = None
+    raw: Annotated[bool, flag("--raw", help="Continue the text itself, without the chat template.")] = False
+    n: Annotated[int, flag("--n", help="How many answers to the prompt.")] = 1
+
+
+@with_options
+def generate(*, options: GenerateOptions) -> int:
     """Answer a prompt, or a file of prompts."""
-    if raw and options.system is not None:
+    if options.raw and options.system is not None:
         raise typer.BadParameter(
             "a system message needs the chat template, which --raw leaves out", param_hint="--system"
         )
-    if prompts is not None or out is not None:
-        return answer_file(prompt, prompts, out, raw, n, options)
-    if prompt is None:
+    if options.prompts is not None or options.out is not None:
+        return answer_file(options)
+    if options.prompt is None:
         raise typer.BadParameter("give a PROMPT, or --prompts FILE", param_hint="PROMPT")
     refuse_unseen_logprobs(options)
-    text = read_prompt(prompt)
-    if not raw and not text.strip():
+    text = read_prompt(options.prompt)
+    if not options.raw and not text.strip():
         raise InvalidPrompt("the prompt has nothing but white space: give some text, or --raw to continue it as it is")
-    params = options.sampling_params(n=n)
+    params = options.sampling_params(n=options.n)
     drafting = options.speculation_arguments()
-    request: Request = text if raw else messages(options.system, text)
+    request: Request = text if options.raw else messages(options.system, text)
     tally = None
     try:
         llm = load_llm(options, drafting)
@@ -79,16 +79,14 @@ def generate(
     return 0
 
 
-def answer_file(
-    prompt: str | None, prompts: Path | None, out: Path | None, raw: bool, n: int, options: RunOptions
-) -> int:
-    if prompt is not None:
+def answer_file(options: GenerateOptions) -> int:
+    if options.prompt is not None:
         raise typer.BadParameter("leave it out beside --prompts and --out", param_hint="PROMPT")
-    if prompts is None or out is None:
+    if options.prompts is None or options.out is None:
         raise typer.BadParameter("--prompts FILE and --out FILE belong together", param_hint="--prompts")
     from paceline.cli.batch.run import answer_prompts
 
-    return answer_prompts(prompts, out, raw=raw, n=n, options=options)
+    return answer_prompts(options.prompts, options.out, raw=options.raw, n=options.n, options=options)
 
 
 def refuse_unseen_logprobs(options: RunOptions) -> None:
@@ -97,7 +95,7 @@ def refuse_unseen_logprobs(options: RunOptions) -> None:
 
 
 def read_prompt(argument: str) -> str:
-    """The argument, or stdin without its last newline."""
+    """Return the argument, or stdin without its last newline."""
     if argument == "-" and sys.stdin.isatty():
         print_note("type the prompt; Ctrl-D on a line of its own ends it")
     try:
@@ -118,7 +116,7 @@ def messages(system: str | None, text: str) -> list[dict[str, Any]]:
 
 
 def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
-    """The seam to the engine; torch is first imported here."""
+    """Load the engine, the first import of torch."""
     with progress(plain=False) as report:
         if report is not None:
             report(f"loading {options.model}", 0, None)
@@ -154,7 +152,7 @@ def answer(
     *,
     quiet: bool,
 ) -> None:
-    """Run one request to its end, keeping the tally. A single answer is printed as it comes."""
+    """Run one request to its end and fill the tally. A single answer is printed as it streams."""
     printer = None if quiet else AnswerPrinter(params.n)
     try:
         stream = llm.stream(request, params)
@@ -173,7 +171,7 @@ def answer(
 
 @contextmanager
 def closing(chunks: Iterator[StreamChunk]) -> Iterator[Iterator[StreamChunk]]:
-    """Closes the iterator, which cancels the request."""
+    """Close the iterator afterwards, which cancels the request."""
     try:
         yield chunks
     finally:
@@ -182,7 +180,7 @@ def closing(chunks: Iterator[StreamChunk]) -> Iterator[Iterator[StreamChunk]]:
 
 
 class AnswerPrinter:
-    """One answer streams; several are printed whole, in their order, each as soon as those before it are there."""
+    """A printer: one answer streams, several are printed whole and in order."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -202,7 +200,7 @@ class AnswerPrinter:
             self._heading_and_text(self.printed)
 
     def end(self) -> None:
-        """Also called after an interruption: partial answers are printed."""
+        """Print answers that an interruption left unfinished, and end the line."""
         for index in sorted(i for i in self.pending if i >= self.printed):
             self._heading_and_text(index)
         if not self.at_line_start:

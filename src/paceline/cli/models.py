@@ -32,19 +32,19 @@ def models(
     """List the models in the cache."""
     from paceline.models.load import hub
 
-    found = hub.cached_models()
+    cached = hub.cached_models()
     if json:
         rows = [
             {"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source, "format": m.format}
-            for m in found
+            for m in cached
         ]
         print_json({"cache": str(hub.cache_home()), "models": rows})
         return
-    if not found:
+    if not cached:
         print_note(f"no models in {hub.cache_home()} yet: paceline pull smollm2 fetches the default one")
         return
-    width = max(len("model"), *(len(m.name) for m in found))
+    width = max(len("model"), *(len(m.name) for m in cached))
     print(f"{'model':<{width}}  {'size':>8}  source")
-    for m in found:
+    for m in cached:
         print(f"{m.name:<{width}}  {human_bytes(m.bytes):>8}  {m.source}")
-    print_note(f"in {found[0].path.parent}")
+    print_note(f"in {cached[0].path.parent}")

@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.sampling_params import SamplingParams
 
-SHORT = 3  # tokens, the prompt's own included: the first steps of an answer measure, they do not draft
-PAYS = 1.2  # an expected gain that no margin of the policy holds back
-WIDTH = 80  # columns of a terminal that does not tell
+SHORT = 3  # tokens, the prompt's pass included; shorter answers never draft, since their steps are first timings
+PAYS = 1.2  # expected gain from which no margin of the policy keeps a step plain
+WIDTH = 80  # columns; of a terminal whose width is not known
 ITEM = " · "
 JOINT = "\xa0"  # a space at which no line ends
 
 
 class Interrupted(Exception):
-    """Ctrl-C, as the JSON error object names it."""
+    """An interruption by Ctrl-C; the name is in the JSON error object."""
 
 
 @dataclass
 class Tally:
-    """The progress of one request: enough for the last line even when it is interrupted."""
+    """Progress of one request, from which the last line is made, also after an interruption."""
 
     llm: LLM
-    params: SamplingParams | None = None  # of the request, where it may choose its own method
+    params: SamplingParams | None = None  # None: the request cannot choose its own method
     default_limit: int | None = None  # tokens of an answer, where the user set no limit
-    sequences: SequenceOf[Sequence] = ()  # of the engine, one for each answer; settled once the stream is over
+    sequences: SequenceOf[Sequence] = ()  # the engine's, one for each answer; final once the stream is over
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
     tokens: dict[int, int] = field(default_factory=dict)  # by answer
     text: str = ""  # of the first answer
-    output: RequestOutput | None = None  # the engine's result, once the request is finished
+    output: RequestOutput | None = None  # None: the request is not finished
 
     def add(self, chunk: StreamChunk) -> None:
         self.last = time.monotonic()
@@ -76,13 +76,13 @@ class Tally:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Each answer's first token belongs to the prompt's pass, so one token alone has no rate."""
+        """Rate without each answer's first token, which the prompt's pass gives; None for one token."""
         decoded = sum(max(0, count - 1) for count in self.tokens.values())
         return decoded / self.decode_s if decoded and self.decode_s else None
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Of all answers together, once the stream is over; also of answers that were cut short."""
+        """Statistics of all answers together, once the stream is over; answers cut short included."""
         merged = SpeculationStats()
         if self.output is None:
             for sequence in self.sequences:
@@ -100,7 +100,7 @@ class Tally:
         return f"{tokens}{self._end_words()} · {rate} · {drafting}{first}{target_words(self.llm)}"
 
     def _end_words(self) -> str:
-        """Why an answer ended that the model had not finished, unless the user set that limit."""
+        """Name the limit that ended an answer, unless the user set it."""
         if self.output is None:
             return ""
         cut = [answer for answer in self.output.outputs if answer.finish_reason == "length"]
@@ -111,7 +111,7 @@ class Tally:
 
 
 def target_words(llm: LLM) -> str:
-    """Settings that make the target another one than the checkpoint as it is."""
+    """Name the settings under which the target is not the checkpoint as stored."""
     activations = "" if llm.activations == "float32" else f" · {llm.activations} activations"
     return activations + ("" if llm.kv_dtype == "auto" else f" · {llm.kv_dtype} cache")
 
@@ -123,7 +123,7 @@ def rate_words(tokens_per_second: float | None) -> str:
 
 
 def drafting_words(llm: LLM, stats: SpeculationStats, params: SamplingParams | None = None) -> str:
-    """`suffix k≈4 · τ 2.4 · est. 1.7x`, or the reason why there was no draft."""
+    """Return `suffix k≈4 · τ 2.4 · est. 1.7x`, or the reason why nothing was drafted."""
     if not stats.num_drafts:
         return f"no drafts: {why_no_draft(llm, stats, params)}"
     speedup = stats.estimated_speedup
@@ -139,13 +139,13 @@ def why_no_draft(llm: LLM, stats: SpeculationStats, params: SamplingParams | Non
         return "too short"
     if k is not None or llm.expected_gain is None:
         return "nothing to draft from"
-    if llm.expected_gain > PAYS:  # and yet the policy's guard has stopped it
+    if llm.expected_gain > PAYS:  # the policy's guard has stopped it
         return "earlier ones did not pay"
     return f"expected {llm.expected_gain:.1f}x"
 
 
 def chosen_drafting(llm: LLM, params: SamplingParams | None) -> tuple[str, int | None]:
-    """Method and k of a request: its own, or those the model was loaded with."""
+    """Return method and k of a request: its own, or those the model was loaded with."""
     own = None if params is None else params.speculation
     if own is None:
         return llm.method, llm.speculation.k
@@ -155,13 +155,13 @@ def chosen_drafting(llm: LLM, params: SamplingParams | None) -> tuple[str, int |
 
 
 def method_words(stats: SpeculationStats) -> str:
-    """The methods that drafted, the busiest first, without those that made less than a tenth of the drafts."""
+    """Name the methods that made at least a tenth of the drafts, the busiest first."""
     ranked = sorted(stats.drafts_by_method.items(), key=lambda item: -item[1])
     return "+".join(method for method, drafts in ranked if 10 * drafts >= stats.num_drafts)
 
 
 def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
-    """The object `--json` prints; its keys are part of the interface. `top` is the number of logprobs requested."""
+    """Return the object that `--json` prints; its keys are part of the interface. `top`: logprobs requested."""
     llm, output = tally.llm, tally.output
     assert output is not None, "the request is not finished"
     return {
@@ -206,7 +206,7 @@ def choice_object(answer: CompletionOutput, top: int | None) -> dict[str, Any]:
 
 
 def _position(token: int, seen: dict[int, Logprob], top: int) -> dict[str, Any]:
-    """The chosen token, and the `top` likeliest."""
+    """Describe the chosen token and the `top` likeliest."""
     ranked = sorted(seen.items(), key=lambda item: item[1].rank)[:top]
     return {**_logprob(token, seen[token]), "top_logprobs": [_logprob(*item) for item in ranked]}
 
@@ -263,14 +263,14 @@ def exit_code(stopped: BaseException | None, note: str) -> int:
 
 
 def print_note(text: str) -> None:
-    """Onto stderr; a terminal gets lines that end between words."""
+    """Write to stderr; on a terminal lines end between words."""
     with suppress(OSError):  # an answer counts, also where stderr cannot be written
         print(wrapped(text, _columns()) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Lines end between words, of a list between its items where they are short: a figure stays beside its unit. A
-    word longer than a line is left to the terminal to break: it may be a path to copy."""
+    """Break lines between words, and lists between short items: a figure stays beside its unit. A word longer than a
+    line is not broken: it may be a path to copy."""
     from rich.cells import cell_len  # a wide character takes two columns
 
     lines: list[str] = []
@@ -316,7 +316,7 @@ def one_line(error: BaseException) -> str:
 
 
 def write(text: str) -> None:
-    """Onto stdout at once; characters its encoding lacks become question marks rather than a crash."""
+    """Write to stdout at once; characters that its encoding lacks become question marks."""
     try:
         sys.stdout.write(text)
     except UnicodeEncodeError:

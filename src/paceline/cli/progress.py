@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from paceline.core.sequence import Sequence
     from paceline.models.load.hub import PullProgress
 
-LONG_PROMPT_S = 1.0  # a prompt read sooner shows no bar
+LONG_PROMPT_S = 1.0  # seconds; a prompt that is read sooner shows no bar
 REFRESH_S = 0.2
 
 
 @contextmanager
 def progress(*, plain: bool) -> Iterator[PullProgress | None]:
-    """Progress of downloads and loads. `plain`: lines where there is no terminal; else nothing is printed there."""
+    """Show downloads and loads. `plain`: in lines where there is no terminal; else nothing is printed there."""
     if plain or sys.stderr.isatty():
         with live() as display:
             yield display.load
@@ -34,9 +34,9 @@ def progress(*, plain: bool) -> Iterator[PullProgress | None]:
 
 
 @contextmanager
-def live() -> Iterator[Bar | Lines]:
+def live() -> Iterator[ProgressBar | ProgressLines]:
     if not sys.stderr.isatty():
-        yield Lines()
+        yield ProgressLines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,12 +46,12 @@ def live() -> Iterator[Bar | Lines]:
     console = Console(stderr=True)
     console.width -= 3  # room for the terminal's ^C, which would begin a new line and leave this one behind
     with Progress(*columns, console=console, transient=True) as display:
-        yield Bar(display)
+        yield ProgressBar(display)
 
 
 @contextmanager
 def prompt_progress(sequence: Sequence | None) -> Iterator[None]:
-    """A bar while a long prompt is read, where there is a terminal to show it on."""
+    """Show a bar on a terminal while a long prompt is read."""
     if sequence is None or not sys.stderr.isatty():
         yield
         return
@@ -75,8 +75,8 @@ def _show_prompt(sequence: Sequence, read: threading.Event) -> None:
                 return
 
 
-class Clock:
-    """Time left, from the rate since the first piece of work: an estimate, since pieces differ."""
+class TimeLeft:
+    """An estimate of the time left, from the rate since the first piece of work."""
 
     def __init__(self) -> None:
         self._what, self._first = "", (0.0, 0.0)
@@ -92,31 +92,31 @@ class Clock:
         return f"about {seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
 
 
-class Bar:
+class ProgressBar:
     def __init__(self, display: Progress) -> None:
-        self._display, self._clock = display, Clock()
+        self._display, self._clock = display, TimeLeft()
         self._task = display.add_task("", total=None, left="")
 
     def stage(self, what: str) -> None:
-        """Work without a measure of progress has begun."""
+        """Show that work without a measure of progress has begun."""
         self._display.update(self._task, description=what)
 
     def load(self, stage: str, done: int, total: int | None) -> None:
-        """A download, in bytes."""
+        """Show a download, in bytes."""
         left = f"{human_bytes(done)} of {human_bytes(total)}  {self._clock.left(stage, done, total)}" if total else ""
         self._display.update(self._task, description=stage, completed=done, total=total, left=left)
 
     def work(self, done: float, total: float, what: str) -> None:
-        """A measurement, in units of about the same time."""
+        """Show a measurement, in units of about equal time."""
         percent, left = f"{100 * done / total:.0f} %", self._clock.left("work", done, total)
         self._display.update(self._task, description=what, completed=done, total=total, left=f"{percent}  {left}")
 
 
-class Lines:
-    """One line when a stage begins and one at every further tenth of it."""
+class ProgressLines:
+    """A line when a stage begins and one at every further tenth of it."""
 
     def __init__(self) -> None:
-        self._clock, self._stage, self._tenth = Clock(), "", -1
+        self._clock, self._stage, self._tenth = TimeLeft(), "", -1
 
     def stage(self, what: str) -> None:
         pass

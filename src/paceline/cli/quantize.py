@@ -37,7 +37,7 @@ def quantize(
         talks = shipped(per_workload=4) if prompts is None else from_file(prompts)
         source = resolve(model, report)
         compared = compared_tokens(source, [str(talk.messages(())[-1]["content"]) for talk in talks])
-        found: dict[str, float] = {}
+        distances: dict[str, float] = {}
 
         def written(done: int, total: int) -> None:
             if report is not None:
@@ -47,16 +47,16 @@ def quantize(
             if report is not None:
                 report("measuring", 0, None)
             original, rounded = load_model(source, device="cpu"), load_model(folder, device="cpu")
-            found.update(distance(original.decoder, rounded.decoder, compared))
+            distances.update(distance(original.decoder, rounded.decoder, compared))
             name = source.resolve().name if Path(model).is_dir() else model  # a card goes where a path means nothing
-            write_card(folder, name=out.name, model=name, to=to, kinds=kinds, distance=found)
+            write_card(folder, name=out.name, model=name, to=to, kinds=kinds, distance=distances)
 
         kinds = quantize_folder(source, to, out, written, measure)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if json:
-        print_json({"model": model, "to": to, "path": str(out), "bytes": size, "kinds": kinds, "distance": found})
+        print_json({"model": model, "to": to, "path": str(out), "bytes": size, "kinds": kinds, "distance": distances})
         return
     print(
-        f"{out}: {human_bytes(size)} · KL {found['mean_kl']:.5f} · same likeliest token "
-        f"{100 * found['top1_agreement']:.1f} % of {found['tokens']:.0f}"
+        f"{out}: {human_bytes(size)} · KL {distances['mean_kl']:.5f} · same likeliest token "
+        f"{100 * distances['top1_agreement']:.1f} % of {distances['tokens']:.0f}"
     )

@@ -88,7 +88,7 @@ def serve(*, options: ServeOptions) -> int:
 def serve_replicas(
     settings: ServerSettings, listener: socket.socket, replicas: int, max_replicas: int | None, *, log_json: bool
 ) -> int:
-    """Until a signal."""
+    """Serve until a signal."""
     if settings.capture is not None:
         raise InvalidParameter("capture", "replicas would write one file; serve without --replicas to capture")
     if log_json:
@@ -133,7 +133,7 @@ def server_settings(options: ServeOptions, keys: tuple[str, ...]) -> ServerSetti
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """From a file or the environment, never from the command line, where every user of the machine can read them."""
+    """Read keys from a file or the environment; every user of the machine can read the command line."""
     text = os.environ.get(KEY_VARIABLE, "")
     if file is not None:
         try:
@@ -147,7 +147,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Before the model is loaded: a port that is taken is noticed at once."""
+    """Open the port before the model is loaded, so that a port in use is refused at once."""
     if not host.strip():  # to a socket that is every address
         raise InvalidParameter("host", "it is empty; to listen on every address give 0.0.0.0")
     try:

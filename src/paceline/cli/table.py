@@ -19,15 +19,15 @@ INDENT = "  "
 def print_table(
     title: str | None, headings: Sequence[str], rows: Sequence[Sequence[str | Text]], left: str = ""
 ) -> None:
-    """The first column, and those whose headings are among the words of `left`, are aligned to the left.
+    """Print a table. The first column and those with headings among the words of `left` are aligned to the left.
 
     Where the table is too wide, headings take several lines and columns move together.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
     several_lines = [_narrow(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
-    for short_repr, padding in ((headings, (0, 1)), (several_lines, (0, 1, 0, 0)), (several_lines, (0, 0))):
+    for shown, padding in ((headings, (0, 1)), (several_lines, (0, 1, 0, 0)), (several_lines, (0, 0))):
         table = Table(box=SIMPLE, title=title, padding=padding)
-        for heading, plain in zip(short_repr, headings, strict=True):
+        for heading, plain in zip(shown, headings, strict=True):
             aligned_left = plain == headings[0] or plain in left.split()
             table.add_column(heading, justify="left" if aligned_left else "right", no_wrap=True)
         for row in rows:
@@ -48,7 +48,7 @@ def print_table(
 
 
 def _narrow(heading: str, cells: Iterable[str | Text]) -> str:
-    """Broken between words, also in tokens/pass, to the width of the column's cells where its words allow that."""
+    """Break a heading between words, also in tokens/pass, to the width of the column's cells where words allow it."""
     width = max((cell_len(str(cell)) for cell in cells), default=0)
     lines = [""]
     for word in re.findall(r"[^\s/]+/(?=\w{4})|\S+", heading):
@@ -61,7 +61,7 @@ def _narrow(heading: str, cells: Iterable[str | Text]) -> str:
 
 
 def _lines(pairs: Iterable[Text], width: int) -> list[Text]:
-    """Lines end between pairs: a figure stays beside its unit."""
+    """Break lines between pairs: a figure stays beside its unit."""
     lines: list[Text] = []
     for pair in pairs:
         joined = Text(" · ").join([*lines[-1:], pair])
@@ -70,12 +70,12 @@ def _lines(pairs: Iterable[Text], width: int) -> list[Text]:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Sentences; on a terminal they are broken between words."""
+    """Print sentences, on a terminal broken between words."""
     console = Console(highlight=False, markup=False)
     for line in lines:
         console.print(line, soft_wrap=not sys.stdout.isatty())
 
 
 def in_colour(text: str, good: bool | None) -> Text:
-    """Green, red, or (None) neither."""
+    """Colour text green, red, or (None) not at all."""
     return Text(text, style={True: "green", False: "red", None: ""}[good])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.cli.advise.command import AdviseOptions
 
 SECONDS, QUICK_SECONDS = 20.0, 4.0  # of each point of the load curve
-AT_ONCE, QUICK_AT_ONCE = 64, 16
+AT_ONCE, QUICK_AT_ONCE = 64, 16  # requests that find the highest rate
 PLAIN = "plain decoding"
 
 

@@ -13,7 +13,7 @@ from paceline.config import AUTO
 if TYPE_CHECKING:
     from paceline.advisor.subject import ActivationsCost
 
-OFF_BY = 0.15  # a larger error of a prediction is reported
+OFF_BY = 0.15  # relative error; a prediction that is further off is reported
 
 
 def print_advice(advice: Advice) -> None:
@@ -29,7 +29,7 @@ def print_advice(advice: Advice) -> None:
 
 
 def sentences(advice: Advice) -> list[str]:
-    """The advice, and the reasons against more."""
+    """Return the advice in sentences, and the first reason against more."""
     best = advice.recommendation
     if best is None:
         return ["Nothing can be advised yet: the run ended before a prediction."]

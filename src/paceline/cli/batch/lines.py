@@ -1,4 +1,4 @@
-"""The lines of a file of prompts: what to ask, and how the answer is written down.
+"""The lines of a file of prompts, and the form of their answers.
 
 A line is as `paceline bench` takes it (`prompt`, `messages` or `turns`; or plain text), or one of OpenAI's batch
 requests (`custom_id`, `method`, `url`, `body`), which is answered in OpenAI's form. All lines are read and checked
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.sampling_params import SamplingParams
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-# Fields of a request's body that mean what our sampling parameters mean.
+# Fields of a request's body and the sampling parameters that they are.
 RENAMED = {"max_completion_tokens": "max_tokens"}
 SAMPLING = {
     *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -35,10 +35,10 @@ SAMPLING = {
 WITHOUT_EFFECT = {"stream": (False, None), "logprobs": (False, None), "top_logprobs": (0, None)}  # at these values
 
 
-class Line(Protocol):
+class RequestLine(Protocol):
     @property
     def id(self) -> str:
-        """Names the line, the request and its settings: the same in every run, and in no other line."""
+        """A digest of the line, the request and its settings, equal in every run and different for every line."""
         ...
 
     def ask(self, llm: LLM) -> list[RequestOutput]: ...
@@ -50,22 +50,22 @@ class Line(Protocol):
 
 def read_lines(
     path: Path, *, target: tuple[str, ...], system: str | None, raw: bool, params: SamplingParams
-) -> list[Line]:
-    """`target`: the model's name, and what else decides its output."""
+) -> list[RequestLine]:
+    """`target`: the model's name and the options on which its output depends."""
     where, path = ("stdin", Path("/dev/stdin")) if str(path) == "-" else (str(path), path)
     text, jsonl = read_file(path, "prompts")
-    lines: list[Line] = []
+    lines: list[RequestLine] = []
     for number, line in numbered_lines(text):
         origin = f"line {number} of {where}"
-        found = _object(line) if jsonl else {}
-        if "custom_id" in found and "body" in found:
+        fields = _object(line) if jsonl else {}
+        if "custom_id" in fields and "body" in fields:
             _refuse(system is not None, "system", f"{origin} has its own messages")
             _refuse(raw, "raw", f"{origin} says by its url whether the chat template is used")
             _refuse(params.logprobs is not None, "logprobs", f"{origin} is answered without them")
-            lines.append(_read_batch_line(found, origin, target, params))
+            lines.append(_read_batch_line(fields, origin, target, params))
         else:
             prompt = (read_json if jsonl else read_text)(line, origin, UNNAMED)
-            lines.append(_read_prompt_line(prompt, number, found.get("id"), target, system, raw, params))
+            lines.append(_read_prompt_line(prompt, number, fields.get("id"), target, system, raw, params))
     if not lines:
         raise InvalidParameter("prompts", f"{where} is empty; give it at least one prompt")
     names: set[str] = set()
@@ -77,21 +77,21 @@ def read_lines(
 
 
 def _object(line: str) -> dict[str, Any]:
-    """Empty for anything else, about which the reader of prompts complains."""
+    """Return the line's fields; none for anything but an object, which the reader of prompts refuses."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _refuse(given: bool, flag: str, why: str) -> None:
-    if given:
+def _refuse(wrong: bool, flag: str, why: str) -> None:
+    if wrong:
         raise InvalidParameter(flag, f"{why}; leave --{flag} out")
 
 
 def _name(*parts: object) -> str:
-    """A digest of everything that the answer depends on, or that tells one line from another."""
+    """Return a digest of all that the answer depends on, and of what distinguishes the line."""
     return hashlib.blake2b(json.dumps([*map(repr, parts)]).encode(), digest_size=8).hexdigest()
 
 
@@ -100,7 +100,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
     return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": completion}
 
 
-# -- prompts as bench takes them
+# -- prompts in the forms of bench
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class PromptLine:
     params: SamplingParams
 
     def ask(self, llm: LLM) -> list[RequestOutput]:
-        """One output for each turn; a turn sees the first answer to each of those before."""
+        """Answer turn by turn; a turn sees the first answer to each turn before it."""
         if self.raw:
             return llm.generate(self.prompt.turns[0], self.params)
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -191,8 +191,8 @@ class BatchLine:
         return {"index": answer.index, **says, "logprobs": None, "finish_reason": answer.finish_reason}
 
     def failure(self, error: PacelineError) -> dict[str, Any]:
-        found = error_object(error)
-        return self._line(400, {"error": found}, {"code": found["type"], "message": found["message"]})
+        problem = error_object(error)
+        return self._line(400, {"error": problem}, {"code": problem["type"], "message": problem["message"]})
 
     def _line(self, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> dict[str, Any]:
         response = {"status_code": status, "request_id": self.id, "body": body}
@@ -225,17 +225,17 @@ def _read_batch_line(
 
 
 def _sampling(body: Mapping[str, Any], field: str, origin: str, params: SamplingParams) -> SamplingParams:
-    """The line's own parameters over those of the command line."""
-    given: dict[str, Any] = {}
+    """Return the line's own parameters over those of the command line."""
+    values: dict[str, Any] = {}
     for key, value in body.items():
         name = RENAMED.get(key, key)
         if name in SAMPLING and value is not None:
-            given[name] = value
+            values[name] = value
         elif name not in SAMPLING and key not in ("model", "user", field) and value not in WITHOUT_EFFECT.get(key, ()):
             raise InvalidParameter("prompts", f"{origin}: {key} is not honoured here; leave it out")
     try:
-        if isinstance(bias := given.get("logit_bias"), dict):  # JSON's keys are text
-            given["logit_bias"] = {int(token): value for token, value in bias.items()}
-        return replace(params, **given)
+        if isinstance(bias := values.get("logit_bias"), dict):  # JSON's keys are text
+            values["logit_bias"] = {int(token): value for token, value in bias.items()}
+        return replace(params, **values)
     except (InvalidParameter, ValueError) as error:
         raise InvalidParameter("prompts", f"{origin}: {error}") from None

@@ -1,7 +1,7 @@
 """The file of results: one JSON line each, appended by one write, so that a killed run leaves whole lines.
 
 At most the last line can be torn (the disk was full, the machine went down): it is dropped when the file is opened
-again. No line is there twice, since a lock keeps a second run out and every line carries the id of its request.
+again. No line occurs twice, since a lock keeps a second run out and every line carries the id of its request.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from paceline.errors import InvalidParameter, PacelineError
 
-START = b'{"id": "'  # of every line: a torn one that begins otherwise is not ours to drop
+START = b'{"id": "'  # of every line; a torn line that begins otherwise is another program's
 
 
 class ResultFile:
     def __init__(self, path: Path, ids: Sequence[str]) -> None:
-        """`ids` of all requests, in their order."""
+        """`ids`: of all requests, in the order of the prompts."""
         self.path, self._order = path, ids
         self.done: dict[str, bytes] = {}  # lines by id, in the order of the file
         try:
@@ -86,7 +86,7 @@ class ResultFile:
         self.done[result["id"]] = line
 
     def sort(self) -> None:
-        """Put the lines in the order of the prompts; they were written in the order in which they ended."""
+        """Sort the lines, which were written when each answer ended, into the order of the prompts."""
         wanted = [name for name in self._order if name in self.done]
         if list(self.done) == wanted:
             return
@@ -102,10 +102,10 @@ class ResultFile:
 
 def _id(line: bytes) -> str | None:
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except ValueError:
         return None
-    name = found.get("id") if isinstance(found, dict) else None
+    name = result.get("id") if isinstance(result, dict) else None
     return name if isinstance(name, str) else None
 
 

@@ -1,7 +1,7 @@
 """`paceline generate --prompts FILE --out FILE`: many prompts in one continuous batch.
 
-Every answer is written as soon as it is there. A run that was stopped, however rudely, is continued by the same
-command: answers in the file are kept, all others are made.
+Every answer is written when it is complete. The same command continues a run that was stopped or killed: prompts whose
+answers are in the file are not asked again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.batch.lines import Line, read_lines
+from paceline.cli.batch.lines import RequestLine, read_lines
 from paceline.cli.batch.result_file import ResultFile
 from paceline.cli.generate import load_llm, remark_on_seed
 from paceline.cli.output import Interrupted, drafting_words, print_json, print_json_error, print_note, rate_words
-from paceline.cli.progress import Bar, Lines, live
+from paceline.cli.progress import ProgressBar, ProgressLines, live
 from paceline.config import EngineConfig
 from paceline.errors import EngineClosed, EngineDied, PacelineError
 from paceline.outputs import RequestOutput, SpeculationStats
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.cli.flags import RunOptions
     from paceline.llm import LLM
 
-# More requests than the engine has rows: one waits for every row that becomes free.
+# Half more than the engine has rows: a request waits for every row that becomes free.
 REQUESTS_AT_ONCE = EngineConfig.max_num_seqs + EngineConfig.max_num_seqs // 2
 
 
@@ -42,7 +42,7 @@ class Summary:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     def add(self, outputs: Sequence[RequestOutput] | None) -> None:
-        """The outputs of a line; None: it could not be answered."""
+        """`outputs`: of one line; None: it could not be answered."""
         self.failed += outputs is None
         for answer in [answer for output in outputs or () for answer in output.outputs]:
             self.cut += answer.finish_reason == "length"
@@ -73,7 +73,7 @@ def answer_prompts(prompts: Path, out: Path, *, raw: bool, n: int, options: RunO
     return 0
 
 
-def _answer(llm: LLM, lines: Sequence[Line], results: ResultFile, summary: Summary, *, quiet: bool) -> None:
+def _answer(llm: LLM, lines: Sequence[RequestLine], results: ResultFile, summary: Summary, *, quiet: bool) -> None:
     started = time.monotonic()
     pool = ThreadPoolExecutor(min(len(lines), REQUESTS_AT_ONCE), thread_name_prefix="paceline-batch")
     try:
@@ -92,8 +92,8 @@ def _answer(llm: LLM, lines: Sequence[Line], results: ResultFile, summary: Summa
     summary.seconds = time.monotonic() - started
 
 
-def _result(llm: LLM, line: Line) -> tuple[dict[str, Any], Sequence[RequestOutput] | None]:
-    """The line's result and its outputs; None: it could not be answered, and the result says why."""
+def _result(llm: LLM, line: RequestLine) -> tuple[dict[str, Any], Sequence[RequestOutput] | None]:
+    """Return the line's result and its outputs; None: it could not be answered, and the result has the reason."""
     try:
         outputs = line.ask(llm)
     except (EngineClosed, EngineDied):
@@ -104,7 +104,7 @@ def _result(llm: LLM, line: Line) -> tuple[dict[str, Any], Sequence[RequestOutpu
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Bar | Lines | None]:
+def _progress(quiet: bool) -> Iterator[ProgressBar | ProgressLines | None]:
     if quiet:
         yield None
         return

@@ -113,19 +113,19 @@ def bench(context: typer.Context, *, options: BenchOptions) -> int:
 
 
 def command_of(context: typer.Context) -> str:
-    """The command line to repeat the run, without the server's key."""
+    """Return the command line that repeats the run, without the server's key."""
     words = ["paceline", str(context.info_name)]
     for parameter in context.command.params:
         name, value = str(parameter.name), context.params.get(str(parameter.name))
-        if name != "api_key" and _given(context, name):
+        if name != "api_key" and _on_command_line(context, name):
             flag_name = [] if parameter.param_type_name == "argument" else [max(parameter.opts, key=len)]
             for each in value if isinstance(value, list) else [value]:
                 words += [*flag_name, *([] if each is True else [str(each)])]
     return shlex.join(words)
 
 
-def _given(context: typer.Context, name: str) -> bool:
-    """On the command line; a key from the environment is no flag."""
+def _on_command_line(context: typer.Context, name: str) -> bool:
+    """Whether a flag is on the command line; a key from the environment is not."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -228,13 +228,13 @@ def packaged_workloads(options: MeasureOptions) -> list[str]:
 
 
 def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", files: Sequence[str] = FILES) -> Path:
-    """The folder for the files: created when there is something to write, but checked now to be writable."""
+    """Choose the folder for the files and check that it can be written; `print_and_save` creates it."""
     slug = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
     folder = out or Path(home) / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
     for name in files:
         if (folder / name).exists():
             raise InvalidParameter("out", f"{folder} already holds {name}; choose another folder, or remove it")
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:  # write a file: permission bits do not show full disks or read-only file systems
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -242,16 +242,16 @@ def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", fi
     except OSError as error:
         raise InvalidParameter("out", f"cannot write to {folder}: {error.strerror}; choose another folder") from error
     finally:
-        for path in made:
+        for path in missing:
             with suppress(OSError):
                 path.rmdir()
     return folder
 
 
 def refuse_idle_flags(context: typer.Context, idle: Sequence[str], purpose: str) -> None:
-    """A flag that would have no effect is refused."""
+    """Refuse flags that would have no effect."""
     for name in idle:
-        if _given(context, name):
+        if _on_command_line(context, name):
             or_else = ", or give --endpoint" if purpose == "servers" else ""
             raise InvalidParameter(name, f"is for {purpose} only; leave it out{or_else}")
 
@@ -275,5 +275,5 @@ def save_results(results: Results, folder: Path) -> list[Path]:
 
 
 def says_something(results: Results) -> bool:
-    """Whether the run gave a figure; an endpoint alone has no speed-up."""
+    """Whether the run gave a figure; an endpoint without a baseline has no speed-up."""
     return any(cell.speedup is not None or (results.endpoint and cell.tokens_per_s) for cell in results.cells)

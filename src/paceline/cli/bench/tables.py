@@ -48,32 +48,32 @@ def _method(cell: Cell) -> list[str | Text]:
 
 
 def _print_workloads(cells: Sequence[Cell]) -> None:
-    """Speed-ups only; everything else is in the report."""
+    """Print speed-ups; the report has everything else."""
     names = list(dict.fromkeys(cell.workload for cell in cells))
     compared = list(dict.fromkeys(cell.label for cell in cells if not cell.plain))
     if len(names) < 2 or not any(cell.speedup for cell in cells):
         return
     rows: list[list[str | Text]] = []
     for name in names:
-        mine = {cell.label: cell for cell in cells if cell.workload == name}
-        first = next(iter(mine.values()))
-        figures = [_figure(mine[label].speedup) for label in compared]
+        by_label = {cell.label: cell for cell in cells if cell.workload == name}
+        first = next(iter(by_label.values()))
+        figures = [_figure(by_label[label].speedup) for label in compared]
         rows.append([name, str(first.answers), str(first.looping), *figures])
     print_table("speed-up by workload [95 %]", ("workload", "answers", "loops", *compared), rows)
 
 
 def compared(one: Results, other: Results) -> list[dict[str, Any]]:
-    """The cells that both runs have: the rates of both, and the second's over the first's."""
+    """Return the cells that both runs have: both rates, and the second over the first."""
     known = {(cell.workload, cell.concurrency, cell.label): cell for cell in one.cells}
-    found = []
+    entries = []
     for cell in other.cells:
         before = known.get((cell.workload, cell.concurrency, cell.label))
         rates = (before.tokens_per_s if before else None), cell.tokens_per_s
         if before is not None and rates[0] and rates[1]:
             speedups = [each.speedup.ratio if each.speedup else None for each in (before, cell)]
             entry = {"workload": cell.workload, "concurrency": cell.concurrency, "label": cell.label}
-            found.append(entry | {"tokens_per_s": list(rates), "ratio": rates[1] / rates[0], "speedup": speedups})
-    return found
+            entries.append(entry | {"tokens_per_s": list(rates), "ratio": rates[1] / rates[0], "speedup": speedups})
+    return entries
 
 
 def print_comparison(one: Results, other: Results) -> None:
@@ -88,8 +88,8 @@ def print_comparison(one: Results, other: Results) -> None:
     if not rows:
         print_note("the two have no cell with a rate in common")
     for name in ("where", "settings"):
-        mine, theirs = getattr(one, name), getattr(other, name)
-        unlike = sorted(key for key in {*mine, *theirs} - {"command"} if mine.get(key) != theirs.get(key))
+        facts, others = getattr(one, name), getattr(other, name)
+        unlike = sorted(key for key in {*facts, *others} - {"command"} if facts.get(key) != others.get(key))
         if unlike:
             print_note("not the same in both: " + ", ".join(unlike).replace("_", " "))
     print_note("the rates of two runs also differ by how busy the machine was; speed-ups were measured within each run")
@@ -104,7 +104,7 @@ def title(results: Results, cell: Cell) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """The verdict, what a reader must know to trust the figures, and why some are missing."""
+    """Return the verdict, the conditions of the figures, and why some are missing."""
     verdict, cells = findings.verdict(results), findings.overall(results)
     figure = f" ({verdict.figure} {verdict.caption})" if verdict.figure else ""
     lines = [verdict.sentence + figure, *verdict.details]

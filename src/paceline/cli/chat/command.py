@@ -58,7 +58,7 @@ def chat(*, options: RunOptions) -> int:
 
 
 class Conversation:
-    """Owns the history. A turn that fails leaves no trace in it; one that is stopped keeps the text it has."""
+    """The history of a chat. A turn that fails leaves no trace in it; a stopped one keeps its text so far."""
 
     def __init__(self, llm: LLM, params: SamplingParams, options: RunOptions) -> None:
         self.llm, self.params, self.options = llm, params, options
@@ -77,7 +77,7 @@ class Conversation:
         self.history, self.context = [], 0
 
     def turn(self, text: str) -> bool:
-        """Ask and answer; True when Ctrl-C stopped the answer."""
+        """Answer a message; return True when Ctrl-C stopped the answer."""
         asked = {"role": "user", "content": text}
         tally = new_tally(self.llm, self.params, self.options)
         stopped = False

@@ -23,11 +23,11 @@ HINT = "/help lists commands · Ctrl-C stops an answer · Ctrl-D leaves"
 
 
 class Leave(Exception):
-    """The user asked to end the chat."""
+    """The user's wish to end the chat."""
 
 
 def run_command(conversation: Conversation, text: str) -> bool:
-    """Carry out a command; False: the text is a message, as `/etc/hosts is what` is."""
+    """Carry out a command; return False for a message, such as `/etc/hosts is what`."""
     name, _, argument = text.strip().partition(" ")
     command = COMMANDS.get(name)
     if command is not None and not (argument and command.argument is None):
@@ -57,7 +57,7 @@ def _system(conversation: Conversation, argument: str) -> None:
 
 
 def _method(conversation: Conversation, argument: str) -> None:
-    """For the turns to come. Drafting changes no answer, so the conversation goes on as it is."""
+    """Show or set the method of later turns. Drafting changes no answer, so the history stays valid."""
     llm, words = conversation.llm, argument.split()
     loaded: list[str] = llm.call(lambda engine: [drafter.name for drafter in engine.drafters.drafters])
     if len(words) > 2:
@@ -113,18 +113,18 @@ def _leave(conversation: Conversation, argument: str) -> None:
     raise Leave
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     run: Callable[[Conversation, str], None]
     help: str
     argument: str | None = None  # None: the command takes none
 
 
 COMMANDS = {
-    "/help": Command(_show_help, "show this"),
-    "/clear": Command(_clear, "forget all but the system message"),
-    "/system": Command(_system, "set the system message; - removes it", "[TEXT]"),
-    "/method": Command(_method, "show or choose what drafts", "[NAME [K]]"),
-    "/stats": Command(_stats, "speed, drafting and the context used"),
-    "/save": Command(_save, "write the conversation as JSON", "FILE"),
-    "/exit": Command(_leave, "leave; so does Ctrl-D"),
+    "/help": ChatCommand(_show_help, "show this"),
+    "/clear": ChatCommand(_clear, "forget all but the system message"),
+    "/system": ChatCommand(_system, "set the system message; - removes it", "[TEXT]"),
+    "/method": ChatCommand(_method, "show or choose what drafts", "[NAME [K]]"),
+    "/stats": ChatCommand(_stats, "speed, drafting and the context used"),
+    "/save": ChatCommand(_save, "write the conversation as JSON", "FILE"),
+    "/exit": ChatCommand(_leave, "leave; so does Ctrl-D"),
 }

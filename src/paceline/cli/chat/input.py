@@ -1,7 +1,7 @@
-"""Where the turns of a chat come from: prompt_toolkit on a terminal, else plain lines of stdin.
+"""The input of a chat: prompt_toolkit on a terminal, else plain lines of stdin.
 
 prompt_toolkit takes a paste of many lines as one message and keeps a history across runs. Where it is not installed, a
-terminal is read line by line with what editing the platform has.
+terminal is read line by line with the platform's editing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Reader(Protocol):
     discarded: bool  # the last Ctrl-C discarded a text that was being typed
 
     def read(self) -> str:
-        """The next message or command; raises EOFError at the end and KeyboardInterrupt for Ctrl-C."""
+        """Return the next message or command; raise EOFError at the end and KeyboardInterrupt for Ctrl-C."""
         ...
 
 
@@ -81,14 +81,14 @@ def _enter_sends() -> KeyBindings:
 
 
 def _open_history() -> History:
-    """Messages are private: the file is its owner's alone. A cache folder that cannot be written costs the history."""
+    """Open the history in a file that its owner alone may read; in memory where the cache folder cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from paceline.models.load.hub import cache_home
 
     class KeptHistory(FileHistory):
         def store_string(self, string: str) -> None:
-            with suppress(OSError):  # no room left: the message counts, not its place in the history
+            with suppress(OSError):  # a full disk costs the history, not the message
                 super().store_string(string)
 
     try:
@@ -111,7 +111,7 @@ class LineReader:
                 import readline  # noqa: F401
 
     def read(self) -> str:
-        """The prompt goes to stdout only where no answer is being collected from it."""
+        """Read a line; the prompt goes to stdout only where that is a terminal."""
         try:
             if self._interactive and sys.stdout.isatty():
                 return input(PROMPT)

@@ -92,14 +92,14 @@ def theory(*, options: TheoryOptions) -> None:
 
         draw(case, asked.k, options.plot, batch=asked.batch)
     if options.json:
-        found = rows(case)
+        table = rows(case)
         print_json(
             {
                 "draft_cost": case.draft_cost,
-                "k": asdict(found[asked.k - 1]) if asked.k else None,
+                "k": asdict(table[asked.k - 1]) if asked.k else None,
                 "best": {**asdict(case.best), "is_limit": case.limited},
-                "best_tree": None if (tree := best_tree_row(found)) is None else asdict(tree),
-                "rows": [asdict(each) for each in found],
+                "best_tree": None if (tree := best_tree_row(table)) is None else asdict(tree),
+                "rows": [asdict(each) for each in table],
                 "roofline": roofline
                 and {**asdict(roofline), "ridge": roofline.ridge(asked.batch), "batch": asked.batch},
                 "memory": asked.memory and {**asdict(asked.memory), "lost_share": asked.memory.lost_share},

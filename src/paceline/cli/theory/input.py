@@ -1,4 +1,4 @@
-"""The flags of `paceline theory` as numbers: every value is used or refused by the name of its flag."""
+"""Flags of `paceline theory` as numbers: every value is used, or refused by the name of its flag."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.theory.table import Case, MemoryUse, memory_use
 
 GIGA, TERA = 1e9, 1e12
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-# A flag means something only beside one flag of each group.
+# Flags that need one flag of each group.
 NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "bandwidth": (("tflops",), ("parameters",)),
     "tflops": (("bandwidth",), ("parameters",)),
@@ -32,13 +32,13 @@ NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
 @dataclass(frozen=True)
 class Question:
     case: Case
-    k: int  # the given k, or the best; 0: none pays
+    k: int  # of --k, or the best; 0: none pays
     memory: MemoryUse | None
     batch: int
 
 
 def read(flags: Mapping[str, Any]) -> Question:
-    """`flags` by the names of the command's parameters; None: not given."""
+    """Read `flags`, by the names of the command's parameters; None: not set."""
     for name, groups in NEEDS.items():
         for group in groups if flags[name] is not None else ():
             if all(flags[other] is None for other in group):
@@ -73,7 +73,7 @@ def read(flags: Mapping[str, Any]) -> Question:
 
 
 def _acceptance(flags: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Survival by depth, as far as it is known, and the rates of siblings where they were given."""
+    """Return survival by depth, as far as it is known, and the rates of siblings."""
     alpha, acceptance, siblings = flags["alpha"], flags["acceptance"], flags["siblings"]
     if sum(source is not None for source in (alpha, acceptance, siblings)) != 1:
         raise InvalidParameter("--alpha", "give one of --alpha, --acceptance and --siblings")
@@ -104,7 +104,7 @@ def _measured(rates: list[float], flags: Mapping[str, Any]) -> list[float]:
 
 
 def _known(k: int | None, survival: Sequence[float], verify_cost: Cost) -> list[float]:
-    """Survival cut to where everything is known."""
+    """Cut survival to the depths at which costs are known."""
     if k is not None and not 1 <= k <= MAX_K:
         raise InvalidParameter("--k", f"must lie between 1 and {MAX_K}, got {k}")
     known = {"--acceptance": len(survival)}
@@ -141,7 +141,7 @@ def _numbers(flag: str, text: str) -> list[float]:
 
 
 def _size(flags: Mapping[str, Any], name: str) -> float:
-    """0 where it was not given."""
+    """Read a number of parameters; 0: not set."""
     if (text := flags[name]) is None:
         return 0.0
     digits, unit = (text[:-1], SUFFIXES[text[-1].upper()]) if text[-1:].upper() in SUFFIXES else (text, 1.0)

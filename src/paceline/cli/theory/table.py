@@ -8,17 +8,17 @@ from paceline.cli.output import human_bytes
 from paceline.cli.table import in_colour, print_lines, print_table
 from paceline.theory.table import Case, MemoryUse, Row, best_tree_row, row, rows
 
-SHOWN = {*range(1, 11), 12, 14, 16, 20, 24, 32, 48, 64}  # the best and the asked k always are
-AFTER = 2  # rows after the best k, to see it fall
+SHOWN = {*range(1, 11), 12, 14, 16, 20, 24, 32, 48, 64}  # k of the rows shown, besides the best and the asked k
+AFTER = 2  # rows shown after the best k
 
 
 def print_case(case: Case, asked: int, use: MemoryUse | None, batch: int) -> None:
-    best, found = case.best.k, []
+    best, cells = case.best.k, []
     for each in rows(case):
         if each.k in (best, asked) or (each.k in SHOWN and each.k <= max(best, asked) + AFTER):
             note = " ".join(word for word, k in (("best", best), ("asked", asked)) if k == each.k)
-            found.append([*_cells(case, each), note if best != asked or best != each.k else "best"])
-    print_table(None, [*_headings(case), ""], found)
+            cells.append([*_cells(case, each), note if best != asked or best != each.k else "best"])
+    print_table(None, [*_headings(case), ""], cells)
     print_lines(sentences(case, asked, use, batch))
 
 
