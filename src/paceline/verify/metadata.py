@@ -171,9 +171,8 @@ class SamplingMetadataBuilder:
             step_columns = self.columns.take(indices)
         if lengths is None:
             lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-        form, extra = (
-            int(part.reduce(step_columns[row])) for part, row in ((np.maximum, FORM), (np.bitwise_or, EXTRA))
-        )
+        form = FilterSet(int(np.maximum.reduce(step_columns[FORM])))
+        extra = int(np.bitwise_or.reduce(step_columns[EXTRA]))
         return BatchParams(sequences, step_columns, lengths, form, extra)
 
     def samplers(self, sequences: SequenceOf[Sequence], req_indices: Ints | None) -> list[TokenSampler] | None:

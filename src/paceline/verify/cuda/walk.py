@@ -38,11 +38,8 @@ def draw_tokens(target: TargetDistribution, draws: DrawKeys, nodes: Nodes, sourc
     """Return (R,) the token of each row. `target` is weighed unless all are greedy."""
     if draws.kind is None:
         return target.best
-    rows, tile, p = (
-        target.best.shape[0],
-        target.tile,
-        target.p._replace(total=None),
-    )  # one form, so kernels are compiled once
+    rows, tile = target.best.shape[0], target.tile
+    p = target.p._replace(total=None)  # one form of p, so kernels are compiled once
     key, committed, tokens = draws.key[nodes.seq], draws.committed[nodes.seq], torch.empty_like(target.best)
     coins = source(Lane.WALK, key, committed, nodes.node)
     # The noise is keyed by the token's position, whichever step or node draws it.
