@@ -10,7 +10,7 @@ from paceline.drafters.methods import METHODS
 
 if TYPE_CHECKING:
     from paceline.core.device_draft import DeviceDraft
-    from paceline.core.draft import Draft, HostDraft
+    from paceline.core.draft import Draft, HostDraft, Proposal
     from paceline.core.verdict import UnreadVerdict
     from paceline.drafters.base import Drafter, DrafterContext, DraftRequest, HostDrafter, VerifiedDraft
     from paceline.drafters.hidden_states import TapBatch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DeviceDraft": "core.device_draft",
-    **dict.fromkeys(("Draft", "HostDraft"), "core.draft"),
+    **dict.fromkeys(("Draft", "HostDraft", "Proposal"), "core.draft"),
     "UnreadVerdict": "core.verdict",
     **dict.fromkeys(("Drafter", "DrafterContext", "DraftRequest", "HostDrafter", "VerifiedDraft"), "drafters.base"),
     "TapBatch": "drafters.hidden_states",
@@ -38,6 +38,7 @@ __all__ = [
     "HostDraft",
     "HostDrafter",
     "KVSpec",
+    "Proposal",
     "TapBatch",
     "TappedDrafter",
     "UnreadVerdict",
