@@ -26,6 +26,7 @@ from paceline.platform.launch import release, wait
 
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its older name
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its older name
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # False: under its older name
 
 
 @gluon.jit
@@ -60,8 +61,12 @@ def fill(
             if SHIFT != NONE:
                 copy_box(boxes[3], [at // GROUP, outer, inner, 0, 0], bar, rings[3].index(slot), pred)
     if ROWS:
-        to = rings[0].index(slot)._reinterpret(boxes[0].dtype, boxes[0].block_shape, boxes[0].layout)
-        copy_box(boxes[0], [at // 64, first_m, 0], bar, to, pred)
+        stage = rings[0].index(slot)
+        if REINTERPRETS:
+            rows = stage.reinterpret(boxes[0].dtype, boxes[0].block_shape, boxes[0].layout)
+        else:
+            rows = stage._reinterpret(boxes[0].dtype, boxes[0].block_shape, boxes[0].layout)
+        copy_box(boxes[0], [at // 64, first_m, 0], bar, rows, pred)
 
 
 @gluon.jit
