@@ -56,7 +56,7 @@ def prove(*, options: ProveOptions) -> int:
         from paceline.prove import inject as faults
         from paceline.prove.prover import prove as run
 
-        faults.check(options.inject)
+        faults.validate(options.inject)
         llm = LLM(
             options.model,
             **options.load_options,
@@ -73,7 +73,7 @@ def prove(*, options: ProveOptions) -> int:
             quick=options.quick,
             seed=options.seed,
             fault=options.inject,
-            on_row=lambda name: display(f"proving {name}", 0, None) if display is not None else None,
+            on_check=lambda name: display(f"proving {name}", 0, None) if display is not None else None,
         )
     if options.json:
         print_json(report.as_dict())
@@ -89,18 +89,18 @@ def print_report(report: Report, llm: LLM) -> None:
     from paceline.prove.g_test import FALSE_ALARM, POWER
 
     rows: list[list[str | Text]] = []
-    for row in report.rows:
-        result, detectable, detail = report.result(row), report.detectable(row), report.detail(row)
-        seen = [str(count) for count in (row.seen.accepts, row.seen.rejects, row.seen.bonus)]
+    for check in report.checks:
+        result, detectable, detail = report.result(check), report.detectable(check), report.detail(check)
+        seen = [str(count) for count in (check.seen.accepts, check.seen.rejects, check.seen.bonus)]
         outcome = Text(result + (f": {detail}" if detail else ""), style=STYLES[result])
-        rows.append([row.name, row.compared, *seen, "" if detectable is None else f"{detectable:.3f}", outcome])
+        rows.append([check.name, check.compared, *seen, "" if detectable is None else f"{detectable:.3f}", outcome])
     headings = ("check", "compared", "accepts", "rejects", "bonus", "detects TV", "result")
     title = f"{llm.name} · {llm.device_name} · {llm.dtype_name} · {llm.kernels_name}"
     print_table(title, headings, rows, left="compared result")
-    tests = sum(len(row.tests) for row in report.rows)
+    tests = sum(len(check.tests) for check in report.checks)
     print_note(
         f"{tests} G-tests: together they raise a false alarm with probability {FALSE_ALARM:.0e} at most, "
         f"and find the total variation given, or more, with probability {POWER}"
     )
-    failed = [row.name for row in report.rows if report.result(row) != "pass"]
+    failed = [check.name for check in report.checks if report.result(check) != "pass"]
     print_note(f"not proven: {', '.join(failed)}" if failed else f"proven in {report.seconds:.0f} s")

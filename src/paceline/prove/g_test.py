@@ -1,4 +1,4 @@
-"""Is a sample drawn from a known distribution? G-tests with a stated false-alarm probability and power.
+"""G-tests of a sample against a known distribution, with a stated false-alarm probability and power.
 
 With at least `ENOUGH` expected in every cell G follows chi-square; with less its tail is bounded without any limit
 theorem (Agrawal 2020, "Finite-sample concentration of the multinomial in relative entropy"), so that small samples
@@ -16,13 +16,13 @@ from torch import Tensor
 
 FALSE_ALARM = 1e-6  # of one whole run of `prove`, all its tests together
 POWER = 0.99
-ENOUGH = 20.0  # expected count from which on chi-square is trusted far out in its tail
-POOLED = 5.0  # cells that expect less are counted as one
+ENOUGH = 20.0  # expected count of a cell from which chi-square is used far out in its tail
+POOLED = 5.0  # expected count below which cells are counted as one
 
 
 @dataclass(frozen=True)
 class GTest:
-    """The outcome of one test. `cells` are those left after pooling; `impossible` counts outcomes of probability 0."""
+    """The result of one test. `cells` are left after pooling; `impossible` counts outcomes of probability 0."""
 
     g: float
     cells: int
@@ -39,9 +39,9 @@ class GTest:
         return 0.0 if self.impossible else tail(self.g, self.df, self.smallest)
 
     def detectable(self, alpha: float) -> float | None:
-        """The total variation from which on any bias (between the pooled cells) is caught with probability POWER.
+        """Return the total variation from which any bias (between the pooled cells) is found with probability POWER.
 
-        Of all biases of total variation d the hardest to see has the noncentrality 4 n d^2 (Cauchy-Schwarz).
+        The hardest to find of all biases of total variation d has the noncentrality 4 n d^2 (Cauchy-Schwarz).
         """
         if self.df < 1 or not self.samples:
             return None
@@ -51,7 +51,7 @@ class GTest:
 
 
 def g_test(counts: Sequence[float], probabilities: Sequence[float]) -> GTest:
-    """Of counts against probabilities that sum to 1, cell by cell."""
+    """Test counts against probabilities that sum to 1, cell by cell."""
     total = float(sum(counts))
     impossible = sum(count for count, p in zip(counts, probabilities, strict=True) if p <= 0)
     cells: list[tuple[float, float]] = []
@@ -74,7 +74,7 @@ def g_test(counts: Sequence[float], probabilities: Sequence[float]) -> GTest:
 
 
 def tail(g: float, df: int, smallest: float) -> float:
-    """P(G >= g) under the null hypothesis: by chi-square, or an upper bound where some cell expects little."""
+    """Return P(G >= g) under the null hypothesis: by chi-square, or an upper bound where some cell expects little."""
     if df < 1:
         return 1.0
     if smallest >= ENOUGH:
@@ -88,7 +88,7 @@ def chi_square_survival(x: float, df: float) -> float:
 
 
 def noncentral_survival(x: float, df: int, shift: float) -> float:
-    """P(X > x) of a noncentral chi-square, as a Poisson mixture of central ones."""
+    """Return P(X > x) of a noncentral chi-square, as a Poisson mixture of central ones."""
     half = shift / 2
     if half <= 0:
         return chi_square_survival(x, df)
@@ -99,13 +99,13 @@ def noncentral_survival(x: float, df: int, shift: float) -> float:
 
 
 def _upper_gamma(a: Tensor, x: float) -> Tensor:
-    """The regularised upper incomplete gamma function Q(a, x), to nine digits or more."""
-    found: Tensor = torch.special.gammaincc(a.double(), torch.full_like(a, x, dtype=torch.float64))
-    return found
+    """Return the regularised upper incomplete gamma function Q(a, x), to nine digits or more."""
+    gamma: Tensor = torch.special.gammaincc(a.double(), torch.full_like(a, x, dtype=torch.float64))
+    return gamma
 
 
 def _root(rising: Callable[[float], float], start: float) -> float:
-    """Where a rising function of a positive number crosses 0."""
+    """Return where a rising function of a positive number crosses 0."""
     low, high = 0.0, max(start, 1.0)
     while rising(high) < 0:
         low, high = high, 2 * high

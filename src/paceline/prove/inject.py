@@ -1,4 +1,4 @@
-"""Deliberate faults of `prove --inject`, at run time and inside `prove` only, to show that they are caught."""
+"""Faults of `prove --inject`, at run time and inside `prove` only, to show that they are caught."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.prove.subject import on_engine, patched, slots_held
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, SamplingMode, probabilities, process, verify
 from paceline.verify.outcome import has_children
 
-BIAS = 0.03  # total variation of the first token
+BIAS = 0.03  # total variation of the first token from its law
 FAULTS = {
     "bias": f"a bias of total variation {BIAS} in what the verifier commits",
     "rollback": "the cache after a rejected draft off by one slot, in one layer",
@@ -32,14 +32,15 @@ FAULTS = {
 }
 
 
-def check(fault: str | None) -> None:
+def validate(fault: str | None) -> None:
+    """Raise InvalidParameter unless the fault is known."""
     if fault is not None and fault not in FAULTS:
         raise InvalidParameter("inject", f"{fault!r} is not one of {', '.join(FAULTS)}")
 
 
 @contextmanager
 def injected(llm: LLM, fault: str | None) -> Iterator[Verify]:
-    """The verifier to prove, which the engine uses meanwhile too: the real one, or one with a fault."""
+    """Yield the verifier to prove, which the engine uses too: the real one, or one with a fault."""
     broken: dict[str, Verify] = {"bias": _biased, "bonus": _wrong_bonus, "coins": _reused_coins}
     chosen: Verify = broken.get(fault or "", verify)
     parts: dict[str, Any] = {}
@@ -59,7 +60,7 @@ def _sampler(engine: Engine, verifier: Verify) -> Sampler:
 def _biased(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, metadata: SamplingMetadata, draws: DrawKeys, **rest: Any
 ) -> Verdict:
-    """Where the likeliest token was committed first, commit the second likeliest instead, in 3 of 100 steps overall."""
+    """Commit the second likeliest token where the likeliest was first, in 3 of 100 steps overall."""
     verdict = verify(draft, logits, row_of, nodes, metadata, draws, **rest)
     p = probabilities(process(logits[row_of[:, 0]], metadata, nodes.take(row_of[:, 0])))
     best = p.topk(2, -1)
@@ -74,7 +75,7 @@ def _biased(
 
 
 def _wrong_bonus(draft: Draft, logits: Tensor, row_of: Tensor, *args: Any, **rest: Any) -> Verdict:
-    """The logits of a leaf are used for the bonus only: replace them by its parent's."""
+    """Replace the logits of leaves, which are used for the bonus only, by their parents'."""
     if draft.width:
         used = torch.arange(draft.width, device=row_of.device) < draft.num_nodes[:, None]
         leaf = used & ~has_children(draft)[:, 1:]
@@ -93,7 +94,7 @@ def _reused_coins(*args: Any, **rest: Any) -> Verdict:
 
 
 def _off_by_one(engine: Engine) -> Any:
-    """`launch`; then, where a draft was rejected, the last slot kept gets the K/V of a rejected token."""
+    """Return a `launch` that gives the last accepted slot the K/V of a rejected token, where a draft was rejected."""
     launch, cache = engine.runner.launch, engine.runner.cache
     layer = cache.layers[len(engine.model.kv_specs) // 2]
 

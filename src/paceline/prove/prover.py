@@ -1,4 +1,4 @@
-"""`prove`: every check in turn, on one model, with or without a fault injected."""
+"""`prove`: every check in turn, on one model, with or without an injected fault."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
-from paceline.prove.report import Report, Row
+from paceline.prove.report import Check, Report
 from paceline.prove.subject import PROMPTS, Effort, Subject, chosen_methods, encoded_prompts, on_engine
-from paceline.prove.tap import Step
 
 
 def prove(
@@ -29,10 +28,10 @@ def prove(
     seed: int = 0,
     fault: str | None = None,
     prompts: list[list[int]] | None = None,
-    on_row: Callable[[str], None] = lambda name: None,
+    on_check: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Check that speculation by `methods` (all that are loaded if empty) changes nothing about this model's output."""
-    inject.check(fault)
+    inject.validate(fault)
     started = time.perf_counter()
     effort = effort or Effort.of(quick, num_prompts)
     names = chosen_methods(llm, methods)
@@ -62,19 +61,19 @@ def prove(
             seed=seed,
         )
         with subject.prefix_caching(False):  # every answer from scratch
-            for name, check in _checks(subject):
-                on_row(name)
-                begun = time.perf_counter()
-                row = check()
-                row.seconds = time.perf_counter() - begun
-                report.rows.append(row)
+            for name, run in _checks(subject):
+                on_check(name)
+                check_started = time.perf_counter()
+                check = run()
+                check.seconds = time.perf_counter() - check_started
+                report.checks.append(check)
     report.seconds = time.perf_counter() - started
     return report
 
 
 @contextmanager
 def _policy_untouched(llm: LLM) -> Iterator[None]:
-    """The stored policy must not learn from faults, nor from drafts that no policy would have made."""
+    """Restore the policy afterwards: it must not learn from faults, nor from drafts that no policy would have made."""
     policy = on_engine(llm, lambda engine: engine.policy)
     if not isinstance(policy, AdaptivePolicy):
         yield
@@ -86,25 +85,15 @@ def _policy_untouched(llm: LLM) -> Iterator[None]:
         on_engine(llm, lambda engine: policy.load(before))
 
 
-def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """The name of each check, and its function."""
-    steps: dict[str, list[Step]] = {}
-
-    def recorded(*methods: str) -> list[Step]:
-        for method in methods:
-            if method not in steps:
-                steps[method] = sampling.record(subject, method)
-        return [step for method in methods for step in steps[method]]
-
+def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Check]]]:
+    """Yield the name of each check, and its function."""
     methods = subject.methods
     for m in methods:
         yield f"greedy {m}", partial(identity.alone, subject, m, seeded=False)
     yield "greedy batches", partial(identity.batched, subject, seeded=False)
     yield "greedy changing", partial(identity.batched, subject, seeded=False, changing=True)
     for m in methods:
-        yield f"sampling {m}", lambda m=m: sampling.replayed(subject, m, recorded(m))  # type: ignore[misc]
-    yield "sampling chains", lambda: sampling.synthetic(subject, recorded(*methods), tree=False)
-    yield "sampling trees", lambda: sampling.synthetic(subject, recorded(*methods), tree=True)
+        yield f"sampling {m}", partial(sampling.replayed, subject, m)
     yield "coins", partial(sampling.two_steps, subject)
     yield "generations", partial(sampling.generations, subject)
     for m in methods:

@@ -1,15 +1,14 @@
-"""The real verifier, called repeatedly on the recorded inputs of a real step, each time with fresh coins.
+"""Replays: the real verifier on the recorded inputs of a real step, again and again with fresh coins.
 
-Only columns of the vocabulary that top_k keeps, or that have positive q, somewhere in the step are kept: p and q are
-the same numbers as over the whole vocabulary, and a replay costs microseconds. Most replays start from processed
-logits; some (`processed` false) from the raw logits, through the same processors as in the engine, a row at a time on a
-CPU. Two shapes:
+Only columns of the vocabulary that top_k passes, or that have positive q, somewhere in the step are used: p and q are
+the numbers over the whole vocabulary, and a replay costs microseconds. Most replays start from processed logits; some
+(`processed` false) from the raw logits, through the engine's processors, a row at a time on a CPU.
 
-- `Fixed`: a deterministic draft as recorded, with exact p at each of its nodes. The law of the committed tokens is
-  known exactly.
-- `Stream`: drafts are drawn anew from q each time, so p and q are needed wherever a draft may lead. The p and q
+- `FixedReplay`: a deterministic draft as recorded, with exact p at each of its nodes. The law of the committed tokens
+  is known exactly.
+- `ReplayStream`: chains are drawn anew from q each time, so p and q are needed wherever a draft may lead. The p and q
   recorded at successive positions are used whatever the tokens before; steps go on until enough tokens are committed,
-  with the real keys, so coins used twice show in the joint distribution.
+  with real keys, so coins used twice show in the joint distribution.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from paceline.sampling_params import SamplingParams
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, probabilities, process
 
 Verify = Callable[..., Verdict]
-CHUNK = 10_000  # rows of one call
-COMMITTED = 100  # length at which replays of no particular sequence start
+CHUNK = 10_000  # rows of one call of the verifier
+COMMITTED = 100  # tokens at which replays of a stream start
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedReplay:
     """A recorded deterministic draft over the columns that matter."""
 
     tokens: list[int]  # by node, as columns
@@ -46,17 +45,17 @@ class Fixed:
     committed: int
 
     @staticmethod
-    def of(step: Step) -> Fixed:
+    def of(step: Step) -> FixedReplay:
         p = exact_p(step.logits, step.params)
-        wanted = _left_by_top_k(step.logits, step.params)
+        matters = _left_by_top_k(step.logits, step.params)
         drafted = torch.tensor(step.tokens, device=step.logits.device)
-        wanted[drafted] = True
-        columns = wanted.nonzero()[:, 0]
+        matters[drafted] = True
+        columns = matters.nonzero()[:, 0]
         tokens = torch.searchsorted(columns, drafted).tolist()
-        return Fixed(tokens, step.parents, step.logits[:, columns], p[:, columns], step.params, step.committed)
+        return FixedReplay(tokens, step.parents, step.logits[:, columns], p[:, columns], step.params, step.committed)
 
     def outcomes(self) -> Tensor:
-        """(n + 1, C) the probability that the step stops at each slot with each token."""
+        """Return (n + 1, C) the probability that the step stops at each slot with each token."""
         left = self.p.cpu().clone()
         reach = torch.zeros(len(self.tokens) + 1, dtype=torch.float64)
         reach[0] = 1
@@ -69,7 +68,7 @@ class Fixed:
     def replay(
         self, verify: Verify, times: int, generator: torch.Generator, seen: Seen, *, processed: bool = True
     ) -> list[GTest]:
-        """Tests of the first committed token against p at the root, and of all committed tokens against their law."""
+        """Test the first committed token against p at the root, and all committed tokens against their law."""
         device, columns = self.logits.device, self.p.shape[1]
         first, whole = np.zeros(columns), np.zeros(self.p.numel())
         for start in range(0, times, CHUNK):
@@ -92,7 +91,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Stream:
+class ReplayStream:
     """p and q by state; the state is the position (recorded steps) or the last token (`markov`, the toy)."""
 
     logits: Tensor  # (T, C) raw
@@ -102,14 +101,14 @@ class Stream:
     markov: bool = False
 
     @staticmethod
-    def of(logits: Tensor, q: Tensor, params: SamplingParams) -> Stream:
-        """Recorded raw logits (T, V) and q (T, V) at successive positions."""
+    def of(logits: Tensor, q: Tensor, params: SamplingParams) -> ReplayStream:
+        """Return the stream of recorded raw logits (T, V) and q (T, V) at successive positions."""
         p = exact_p(logits, params)
         columns = (_left_by_top_k(logits, params) | (q > 0).any(0)).nonzero()[:, 0]
-        return Stream(logits[:, columns], p[:, columns], q[:, columns].contiguous(), params)
+        return ReplayStream(logits[:, columns], p[:, columns], q[:, columns].contiguous(), params)
 
     def joint(self, tokens: int) -> Tensor:
-        """(C ** tokens,) the exact probability of the first tokens."""
+        """Return (C ** tokens,) the exact probability of the first tokens."""
         p, columns = self.p.cpu(), self.p.shape[1]
         law = p[0]
         for at in range(1, tokens):
@@ -125,16 +124,15 @@ class Stream:
         seen: Seen,
         *,
         k: int,
-        tree: bool = False,
         tokens: int = 2,
         processed: bool = True,
     ) -> list[GTest]:
-        """Tests of the first token, and of the first `tokens` jointly. `k` is the depth of every draft."""
+        """Test the first token, and the first `tokens` jointly. `k` is the length of every draft."""
         columns = self.p.shape[1]
         first, whole = np.zeros(columns), np.zeros(columns**tokens)
         for start in range(0, times, CHUNK):
             batch = min(CHUNK, times - start)
-            drawn = self._generate(verify, batch, generator, seen, k, tree, tokens, processed)
+            drawn = self._generate(verify, batch, generator, seen, k, tokens, processed)
             first += _count(drawn[:, 0], columns)
             whole += _count(sum(drawn[:, at] * columns ** (tokens - 1 - at) for at in range(tokens)), columns**tokens)
         return [g_test(first.tolist(), self.p[0].tolist()), g_test(whole.tolist(), self.joint(tokens).tolist())]
@@ -146,11 +144,10 @@ class Stream:
         generator: torch.Generator,
         seen: Seen,
         k: int,
-        tree: bool,
         tokens: int,
         processed: bool,
     ) -> Tensor:
-        """(batch, tokens) the first tokens of as many generations, by as many steps as it takes."""
+        """Return (batch, tokens) the first tokens of `batch` generations, step by step."""
         device = self.logits.device
         keys = random_keys(batch, generator, device)
         drawn = torch.zeros(batch, tokens + k + 1, dtype=torch.int64, device=device)
@@ -158,7 +155,7 @@ class Stream:
         live = torch.arange(batch, device=device)
         while live.shape[0]:
             now = length[live]
-            draft, states = self._draft(now, drawn[live, (now - 1).clamp_min(0)], generator, k, tree)
+            draft, states = self._draft(now, drawn[live, (now - 1).clamp_min(0)], generator, k)
             logits, metadata = _inputs(self.logits, self.p, self.params, live.shape[0], processed)
             verdict = _call(verify, draft, logits[states.flatten()], metadata, keys[live], now + COMMITTED)
             seen.add(verdict, draft.num_nodes > 0)
@@ -169,63 +166,45 @@ class Stream:
             live = live[length[live] < tokens]
         return drawn[:, :tokens]
 
-    def _draft(
-        self, length: Tensor, last: Tensor, generator: torch.Generator, k: int, tree: bool
-    ) -> tuple[Draft, Tensor]:
-        """A chain of k, or a tree with two children at every node, siblings without replacement; states by slot."""
+    def _draft(self, length: Tensor, last: Tensor, generator: torch.Generator, k: int) -> tuple[Draft, Tensor]:
+        """Return chains of k tokens drawn from q, and the states (B, k + 1) by slot."""
         rows = self.p.shape[0]
         # A generation starts in state 0 whatever its last token.
-        states = [torch.where(length > 0, last, 0) if self.markov else length % rows]
-        tokens: list[Tensor] = []
-        parents: list[int] = []
-        depths = [0]
-        for slot in range(2**k - 1 if tree else k):  # parents, level by level
-            left = self.q[states[slot]].double().cpu()
-            for _ in range(2 if tree else 1):
-                drawn = torch.multinomial(left, 1, generator=generator)
-                left = left.scatter(1, drawn, 0)
-                tokens.append(drawn[:, 0].to(length.device))
-                parents.append(slot - 1)
-                depths.append(depths[slot] + 1)
-                states.append(tokens[-1] if self.markov else (length + depths[-1]) % rows)
+        states, tokens = [torch.where(length > 0, last, 0) if self.markov else length % rows], []
+        for depth in range(1, k + 1):
+            drawn = torch.multinomial(self.q[states[-1]].double().cpu(), 1, generator=generator)
+            tokens.append(drawn[:, 0].to(length.device))
+            states.append(tokens[-1] if self.markov else (length + depth) % rows)
         by_slot = torch.stack(states, 1)
-        has_child = torch.zeros(len(depths), dtype=torch.bool, device=length.device)
-        has_child[torch.tensor(parents) + 1] = True
-        q = Proposal(probs=self.q, row_of=torch.where(has_child, by_slot, -1))
-        return _drafts(torch.stack(tokens, 1), parents, q), by_slot
+        row_of = torch.where(torch.arange(k + 1, device=length.device) < k, by_slot, -1)
+        draft = _drafts(torch.stack(tokens, 1), range(-1, k - 1), Proposal(probs=self.q, row_of=row_of))
+        return draft, by_slot
 
 
 TOY_P = [[0.13, 0.60, 0.27], [0.10, 0.15, 0.75], [0.68, 0.11, 0.21]]
 TOY_Q = [[0.26, 0.30, 0.44], [0.22, 0.73, 0.05], [0.95, 0.04, 0.01]]
 
 
-def toy(device: torch.device) -> Stream:
-    """Three tokens, p and q far apart: coins used in two steps change the joint distribution by several percent."""
+def toy(device: torch.device) -> ReplayStream:
+    """Return a stream of three tokens, p and q far apart: coins used in two steps change the joint law by percents."""
     p = torch.tensor(TOY_P, dtype=torch.float64, device=device)
     q = torch.tensor(TOY_Q, device=device)
-    return Stream(p.log().float(), p, q, SamplingParams(temperature=1.0), markov=True)
-
-
-def perturbed(p: Tensor, generator: torch.Generator) -> Tensor:
-    """(T, V) float32: a made-up q near p (T, V), of the same support and then some of its neighbour rows'."""
-    support = (p > 0).any(0)
-    scores = 0.7 * p.clamp_min(1e-3).log() + 0.8 * torch.randn(p.shape, generator=generator).to(p)
-    return torch.softmax(scores.masked_fill(~support, -torch.inf), -1).float()
+    return ReplayStream(p.log().float(), p, q, SamplingParams(temperature=1.0), markov=True)
 
 
 def exact_p(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(R, V) float64 of raw logits (R, V), by the real processors."""
+    """Return (R, V) float64 p of raw logits (R, V), by the real processors."""
     rows = Nodes.roots(logits.shape[0], logits.device)
     return probabilities(process(logits, _metadata(params, logits.shape[0], logits.device), rows).double())
 
 
 def _left_by_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(V,) bool: the columns that matter. top_p sums over all tokens that top_k keeps, so all of those stay."""
+    """Return (V,) bool: the columns that matter. top_p sums over all tokens that top_k passes, so all of those stay."""
     return (exact_p(logits, replace(params, top_p=1.0)) > 0).any(0)
 
 
 def _metadata(params: SamplingParams, batch: int, device: torch.device) -> SamplingMetadata:
-    """As the engine would build them for `batch` requests with these parameters."""
+    """Return the metadata that the engine would build for `batch` requests with these parameters."""
     top_p = params.top_p if params.top_p is not None and params.top_p < 1 else None
     return SamplingMetadata(
         temperature=torch.full((batch,), params.temperature or 0.0, device=device),
@@ -237,14 +216,14 @@ def _metadata(params: SamplingParams, batch: int, device: torch.device) -> Sampl
 def _inputs(
     logits: Tensor, p: Tensor, params: SamplingParams, batch: int, processed: bool
 ) -> tuple[Tensor, SamplingMetadata]:
-    """Logits by slot or state, and the controls that go with them."""
+    """Return logits by slot or state, and the metadata that goes with them."""
     if processed:
         return p.log().float(), SamplingMetadata()
     return logits, _metadata(params, batch, logits.device)
 
 
 def _drafts(tokens: Tensor, parents: Sequence[int], q: Proposal | None = None) -> Draft:
-    """Trees of one shape, one for each row of tokens (B, N)."""
+    """Return trees of one shape, one for each row of tokens (B, N)."""
     depth: list[int] = []
     for parent in parents:
         depth.append(1 if parent < 0 else depth[parent] + 1)
@@ -257,7 +236,7 @@ def _drafts(tokens: Tensor, parents: Sequence[int], q: Proposal | None = None) -
 def _call(
     verify: Verify, draft: Draft, logits: Tensor, metadata: SamplingMetadata, key: Tensor, committed: Tensor
 ) -> Verdict:
-    """The verifier as the engine's sampler calls it, every row full."""
+    """Call the verifier as the engine's sampler does, every row full."""
     rows, slots = torch.arange(logits.shape[0], device=logits.device), draft.width + 1
     depth = int(draft.depth[0].max())
     nodes = Nodes.of(draft, rows // slots, rows % slots - 1, depth)
@@ -266,7 +245,7 @@ def _call(
 
 
 def random_keys(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """(count,) int64: private keys as requests without a seed get them."""
+    """Return (count,) int64 private keys, as requests without a seed get them."""
     return torch.randint(0, 2**63 - 1, (count,), generator=generator, dtype=torch.int64).to(device)
 
 

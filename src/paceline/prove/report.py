@@ -1,4 +1,4 @@
-"""The checks, the drafts seen during each, and the outcomes; as rows, and as the object `--json` prints."""
+"""The checks, the drafts seen during each, and the results; also as the object that `--json` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PASS, FAIL, NOT_EXERCISED = "pass", "fail", "not exercised"
 
 
 @dataclass
-class Row:
+class Check:
     """One check. It passes only if drafts were accepted, rejected and followed by a bonus while it ran."""
 
     name: str
@@ -35,45 +35,45 @@ class Row:
 class Report:
     model: str
     settings: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def alpha(self) -> float:
-        """Level of one test: a whole run raises a false alarm with probability FALSE_ALARM at most (Bonferroni)."""
-        return FALSE_ALARM / max(sum(len(row.tests) for row in self.rows), 1)
+        """Return the level of one test: a run raises a false alarm with at most FALSE_ALARM (Bonferroni)."""
+        return FALSE_ALARM / max(sum(len(check.tests) for check in self.checks), 1)
 
-    def result(self, row: Row) -> str:
-        if row.failures or any(test.p_value <= self.alpha for test in row.tests):
+    def result(self, check: Check) -> str:
+        if check.failures or any(test.p_value <= self.alpha for test in check.tests):
             return FAIL
-        if not row.seen.complete or row.missing or not (row.comparisons or row.tests):
+        if not check.seen.complete or check.missing or not (check.comparisons or check.tests):
             return NOT_EXERCISED
         return PASS
 
-    def detectable(self, row: Row) -> float | None:
-        """The total variation that every test of the row with the most samples would notice."""
-        most = max((test.samples for test in row.tests), default=0)
-        full = [test for test in row.tests if test.samples == most]
+    def detectable(self, check: Check) -> float | None:
+        """Return the total variation that every test with the most samples would find."""
+        most = max((test.samples for test in check.tests), default=0)
+        full = [test for test in check.tests if test.samples == most]
         found = [d for test in full if (d := test.detectable(self.alpha)) is not None]
         return max(found, default=None)
 
-    def detail(self, row: Row) -> str:
-        """Why the row did not pass; otherwise its notes."""
-        if row.failures:
-            more = f" (and {len(row.failures) - 1} more)" if len(row.failures) > 1 else ""
-            return row.failures[0] + more
-        worst = min((test.p_value for test in row.tests), default=1.0)
+    def detail(self, check: Check) -> str:
+        """Return why the check did not pass; otherwise its notes."""
+        if check.failures:
+            more = f" (and {len(check.failures) - 1} more)" if len(check.failures) > 1 else ""
+            return check.failures[0] + more
+        worst = min((test.p_value for test in check.tests), default=1.0)
         if worst <= self.alpha:
             return f"p-value {worst:.1e}, allowed {self.alpha:.1e}"
-        if self.result(row) == NOT_EXERCISED:
-            named = (("accept", row.seen.accepts), ("reject", row.seen.rejects), ("bonus", row.seen.bonus))
+        if self.result(check) == NOT_EXERCISED:
+            named = (("accept", check.seen.accepts), ("reject", check.seen.rejects), ("bonus", check.seen.bonus))
             lacking = [f"no {name}" for name, count in named if not count]
-            return ", ".join([*lacking, *([row.missing] if row.missing else [])]) or "nothing was compared"
-        return "; ".join(row.notes)
+            return ", ".join([*lacking, *([check.missing] if check.missing else [])]) or "nothing was compared"
+        return "; ".join(check.notes)
 
     @property
     def passed(self) -> bool:
-        return bool(self.rows) and all(self.result(row) == PASS for row in self.rows)
+        return bool(self.checks) and all(self.result(check) == PASS for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -83,24 +83,24 @@ class Report:
             "false_alarm": FALSE_ALARM,
             "false_alarm_per_test": self.alpha,
             "power": POWER,
-            "rows": [self._row(row) for row in self.rows],
+            "rows": [self._check(check) for check in self.checks],
             "seconds": self.seconds,
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def _check(self, check: Check) -> dict[str, Any]:
         return {
-            "name": row.name,
-            "compared": row.compared,
-            "result": self.result(row),
-            "detail": self.detail(row),
-            "accepts": row.seen.accepts,
-            "rejects": row.seen.rejects,
-            "bonus": row.seen.bonus,
-            "comparisons": row.comparisons,
-            "tests": len(row.tests),
-            "samples": sum(test.samples for test in row.tests),
-            "smallest_p_value": min((test.p_value for test in row.tests), default=None),
-            "detectable_tv": self.detectable(row),
-            "failures": row.failures,
-            "seconds": row.seconds,
+            "name": check.name,
+            "compared": check.compared,
+            "result": self.result(check),
+            "detail": self.detail(check),
+            "accepts": check.seen.accepts,
+            "rejects": check.seen.rejects,
+            "bonus": check.seen.bonus,
+            "comparisons": check.comparisons,
+            "tests": len(check.tests),
+            "samples": sum(test.samples for test in check.tests),
+            "smallest_p_value": min((test.p_value for test in check.tests), default=None),
+            "detectable_tv": self.detectable(check),
+            "failures": check.failures,
+            "seconds": check.seconds,
         }

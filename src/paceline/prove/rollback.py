@@ -1,4 +1,4 @@
-"""The cache after rejected drafts: K and V of every committed token against those of a fresh prefill."""
+"""Rollback: after rejected drafts, K and V of every committed token against those of a fresh prefill."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from torch import Tensor
 from paceline.core.sequence import Sequence
 from paceline.drafters import NONE
 from paceline.engine.engine import Engine
-from paceline.prove.report import Row
+from paceline.prove.report import Check
 from paceline.prove.subject import LENGTHS, Subject, on_engine, slots_held
 from paceline.sampling_params import SamplingParams
 
-# Of the largest value, where kernels are not exact, by the bytes of a number; a step of e4m3 is an eighth of it.
+# share of the largest value, by bytes of a number; allowed where kernels are not exact; a step of e4m3 is an eighth
 TOLERANCE = {4: 1e-3, 2: 5e-2, 1: 0.2}
 
 
-def cache_after_rollback(subject: Subject, method: str) -> Row:
+def cache_after_rollback(subject: Subject, method: str) -> Check:
+    """Check the cache of answers that are nearly done."""
     how = "bit for bit" if subject.exact else "within rounding"
-    row = Row(f"cache · {method}", f"K/V after rollbacks with a fresh prefill's, {how}")
+    check = Check(f"cache · {method}", f"K/V after rollbacks with a fresh prefill's, {how}")
     most = subject.effort.max_tokens
-    for i, prompt in subject.each(row, subject.effort.few):
+    for i, prompt in subject.each(check, subject.effort.few):
         k = LENGTHS[i % len(LENGTHS)]
         with subject.tapped() as tap:  # until the answer is nearly done
             drafting = subject.params(method, k, ignore_eos=True, max_tokens=most + k + 2)
-            tokens, kept = _computed(subject, prompt, drafting, output=most)
-        row.seen.merge(tap.seen)
+            tokens, drafted = _computed(subject, prompt, drafting, output=most)
+        check.seen.merge(tap.seen)
         with subject.prefix_caching(False):
             plain = subject.params(NONE, 1, ignore_eos=True, max_tokens=2)
             _, fresh = _computed(subject, tokens, plain, output=1)
-        for layer, (one, other) in enumerate(zip(kept, fresh, strict=True)):
-            row.expect(_same(subject, one, other), _difference(layer, one, other))
-    return row
+        for layer, (one, other) in enumerate(zip(drafted, fresh, strict=True)):
+            check.expect(_same(subject, one, other), _difference(layer, one, other))
+    return check
 
 
 def _computed(
     subject: Subject, prompt: list[int], params: SamplingParams, *, output: int
 ) -> tuple[list[int], list[Tensor]]:
-    """The tokens computed by the time so many are output, and their K and V, layer by layer."""
+    """Return the tokens computed when `output` tokens are output, and their K and V, layer by layer."""
     resolved = params.resolve(subject.llm.loaded.generation_defaults)
 
     def run(engine: Engine) -> tuple[list[int], list[Tensor]]:
@@ -53,7 +54,7 @@ def _computed(
 
 
 def _read(engine: Engine, sequence: Sequence) -> list[Tensor]:
-    """(2, n, heads, head_dim) of each of the target's layers."""
+    """Return (2, n, heads, head_dim) K and V of each of the target's layers."""
     cache = engine.runner.cache
     at = slots_held(sequence, range(sequence.num_computed), cache.block_size).to(engine.model.device)
     return [torch.stack((layer.k[at], layer.v[at])) for layer in cache.layers[: len(engine.model.kv_specs)]]
@@ -76,5 +77,5 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """torch computes nothing in fp8."""
+    """Return values in a dtype that torch computes in: not fp8."""
     return values.float() if values.itemsize == 1 else values

@@ -1,4 +1,4 @@
-"""Distributions: recorded steps replayed, made-up q on recorded p, coins over several steps, whole generations."""
+"""Distributions: recorded steps replayed, coins over several steps, whole generations."""
 
 from __future__ import annotations
 
@@ -9,74 +9,65 @@ import torch
 
 from paceline.drafters import NONE
 from paceline.prove.g_test import g_test
-from paceline.prove.replay import Fixed, Stream, exact_p, perturbed, toy
-from paceline.prove.report import Row
+from paceline.prove.replay import FixedReplay, ReplayStream, toy
+from paceline.prove.report import Check
 from paceline.prove.subject import Subject
 from paceline.prove.tap import Step
 from paceline.sampling_params import SamplingParams
 
-TEMPERATURE, TOP_K, TOP_P = 1.0, 8, 0.95  # few tokens are kept, so cells are full and replays cheap
-K = 3
-RAW_SHARE = 10  # one replay in so many goes through the processors again
-FIRST_TOKENS = 3  # of whole generations
-FEW, FLATTER = 3, 2.5  # their top_k and temperature: few outcomes, none of them rare
+TEMPERATURE, TOP_K, TOP_P = 1.0, 8, 0.95  # few tokens pass, so cells are full and replays cheap
+K = 3  # nodes of a draft
+RAW_SHARE = 10  # one replay in RAW_SHARE goes through the processors again
+FIRST_TOKENS = 3  # tokens of whole generations that are counted
+FEW, FLATTER = 3, 2.5  # top_k and temperature of whole generations: few outcomes, none of them rare
 
 
 def record(subject: Subject, method: str) -> list[Step]:
-    """Steps of real generations, sampled without a seed."""
+    """Record steps of real generations, sampled without a seed."""
     with subject.tapped(keep=True) as tap:
         for i, prompt in enumerate(subject.prompts[: subject.effort.few + 1]):
-            wanted = subject.params(
-                method, (K, 2, 4)[i % 3], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, max_tokens=16
-            )
-            subject.llm.generate(prompt, wanted)
+            filters = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P}
+            subject.llm.generate(prompt, subject.params(method, (K, 2, 4)[i % 3], max_tokens=16, **filters))
     return tap.steps
 
 
-def replayed(subject: Subject, method: str, steps: list[Step]) -> Row:
-    """The verifier on recorded steps. Steps are chosen by p and q alone, those of the highest entropy first."""
+def replayed(subject: Subject, method: str) -> Check:
+    """Replay recorded steps. They are chosen by p and q alone, the likeliest to accept and to reject first."""
+    steps = record(subject, method)
     sampled = [step for step in steps if step.q is not None and len(step.tokens) > 1]
     if sampled:
-        row = Row(f"sampling · {method} replayed", "tokens of recorded p and q, drafts redrawn from q, with exact p")
+        check = Check(
+            f"sampling · {method} replayed", "tokens of recorded p and q, drafts redrawn from q, with exact p"
+        )
         for stream in _best_streams(sampled, subject.effort.steps):
-            _stream(subject, row, stream, k=min(K, stream.p.shape[0]))
-        return row
-    row = Row(f"sampling · {method} replayed", "what recorded steps commit with its exact distribution")
-    fixed = [Fixed.of(step) for step in steps if step.q is None]
-    times = subject.effort.replays
+            for times, processed in _times(subject):
+                k = min(K, stream.p.shape[0])
+                check.tests += stream.replay(
+                    subject.verify, times, subject.generator, check.seen, k=k, processed=processed
+                )
+        return check
+    check = Check(f"sampling · {method} replayed", "what recorded steps commit with its exact distribution")
+    fixed = [FixedReplay.of(step) for step in steps if step.q is None]
     for one in sorted(fixed, key=_openness, reverse=True)[: subject.effort.steps]:
-        row.tests += one.replay(subject.verify, times, subject.generator, row.seen)
-        row.tests += one.replay(subject.verify, times // RAW_SHARE, subject.generator, row.seen, processed=False)
-    return row
+        for times, processed in _times(subject):
+            check.tests += one.replay(subject.verify, times, subject.generator, check.seen, processed=processed)
+    return check
 
 
-def synthetic(subject: Subject, steps: list[Step], *, tree: bool) -> Row:
-    """Drafts drawn from q without a draft model: q is made up, p recorded."""
-    kind = "trees" if tree else "chains"
-    row = Row(f"sampling · synthetic q, {kind}", f"tokens of recorded p, {kind} from a made-up q, with exact p")
-    for step in _by_entropy(steps)[: subject.effort.steps]:
-        p = exact_p(step.logits, step.params)
-        stream = Stream.of(step.logits, perturbed(p, subject.generator), step.params)
-        for k in (1, 2) if tree else (1, K):  # at k 1 the bonus is among the tokens looked at
-            _stream(subject, row, stream, k=k, tree=tree)
-    return row
-
-
-def two_steps(subject: Subject) -> Row:
-    """A toy of three tokens, sharp enough to show a coin that is used in two steps."""
-    row = Row(
+def two_steps(subject: Subject) -> Check:
+    """Generate by a toy of three tokens, sharp enough to show a coin that is used in two steps."""
+    check = Check(
         "sampling · coins over steps", "first tokens of a toy chain over several steps with their exact joint law"
     )
-    stream = toy(subject.llm.loaded.decoder.device)
-    times = subject.effort.replays
-    for k, tree, tokens in ((3, False, 3), (2, True, 3)):
-        row.tests += stream.replay(subject.verify, times, subject.generator, row.seen, k=k, tree=tree, tokens=tokens)
-    return row
+    stream, times = toy(subject.llm.loaded.decoder.device), subject.effort.replays
+    for k in (1, 3):  # at k 1 the bonus is among the tokens that are counted
+        check.tests += stream.replay(subject.verify, times, subject.generator, check.seen, k=k, tokens=3)
+    return check
 
 
-def generations(subject: Subject) -> Row:
-    """End to end, at small N: many answers to one prompt, against the exact law of their first tokens."""
-    row = Row("sampling · whole generations", f"first {FIRST_TOKENS} tokens of answers with their exact joint law")
+def generations(subject: Subject) -> Check:
+    """Compare many answers to one prompt with the exact law of their first tokens."""
+    check = Check("sampling · whole generations", f"first {FIRST_TOKENS} tokens of answers with their exact joint law")
     prompt = _copying_prompt(subject)
     with subject.prefix_caching(True):
         law = _exact_law(subject, prompt)
@@ -88,44 +79,31 @@ def generations(subject: Subject) -> Row:
             params = subject.params(method, 2, max_tokens=FIRST_TOKENS + 2, **more)
             answers = subject.llm.generate(prompt, params)[0].outputs
             counts.update(tuple(answer.token_ids[:FIRST_TOKENS]) for answer in answers)
-    row.seen.merge(tap.seen)
+    check.seen.merge(tap.seen)
     cells = sorted({*law, *counts})
-    row.tests.append(g_test([counts[cell] for cell in cells], [law.get(cell, 0.0) for cell in cells]))
-    return row
+    check.tests.append(g_test([counts[cell] for cell in cells], [law.get(cell, 0.0) for cell in cells]))
+    return check
 
 
-def _stream(subject: Subject, row: Row, stream: Stream, *, k: int, tree: bool = False) -> None:
-    times = subject.effort.replays
-    for count, processed in ((times, True), (times // RAW_SHARE, False)):
-        row.tests += stream.replay(
-            subject.verify, count, subject.generator, row.seen, k=k, tree=tree, processed=processed
-        )
+def _times(subject: Subject) -> tuple[tuple[int, bool], ...]:
+    """Return numbers of replays, and whether they start from processed logits."""
+    return (subject.effort.replays, True), (subject.effort.replays // RAW_SHARE, False)
 
 
-def _openness(fixed: Fixed) -> float:
-    """The least likely of an accept, a reject and a bonus."""
+def _openness(fixed: FixedReplay) -> float:
+    """Return the probability of the least likely of an accept, a reject and a bonus."""
     law = fixed.outcomes().sum(1)  # by the slot where the step stops
     inner = {parent + 1 for parent in fixed.parents}
     reject = sum(float(law[slot]) for slot in inner)
     return min(1 - float(law[0]), reject, 1 - reject)
 
 
-def _by_entropy(steps: list[Step]) -> list[Step]:
-    """Steps whose least open node still leaves the most open; p must leave more than one token open."""
-
-    def least(step: Step) -> float:
-        p = exact_p(step.logits, step.params)
-        return float(-(p * p.clamp_min(1e-30).log()).sum(-1).min())
-
-    return sorted(steps, key=least, reverse=True)
-
-
-def _best_streams(steps: list[Step], count: int) -> list[Stream]:
+def _best_streams(steps: list[Step], count: int) -> list[ReplayStream]:
     streams = []
     for step in steps:
         assert step.q is not None
         n = len(step.tokens)
-        stream = Stream.of(step.logits[:n], step.q[:n], step.params)
+        stream = ReplayStream.of(step.logits[:n], step.q[:n], step.params)
         agreement = torch.minimum(stream.p, stream.q.double()).sum(-1)
         streams.append((float(torch.minimum(agreement, 1 - agreement).max()), stream))
     streams.sort(key=lambda pair: -pair[0])
@@ -133,14 +111,14 @@ def _best_streams(steps: list[Step], count: int) -> list[Stream]:
 
 
 def _copying_prompt(subject: Subject) -> list[int]:
-    """A prompt and a piece of its own plain answer, so that the first tokens already have something to copy."""
+    """Return a prompt and a piece of its own plain answer, so that the first tokens can be copied."""
     prompt = subject.prompts[0]
     answer = subject.plain(prompt, subject.params(NONE, 1)).token_ids
     return [*prompt, *answer, *answer[: max(len(answer) // 2, 1)]]
 
 
 def _exact_law(subject: Subject, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """Of the first tokens, from the logits of plain passes over every beginning."""
+    """Return the law of the first tokens, from the logits of plain passes over every beginning."""
     wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=FEW, ignore_eos=True, speculation=NONE)
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(FIRST_TOKENS):

@@ -1,4 +1,4 @@
-"""The model under proof: prompts, methods, the amount of work, and its answers with and without speculation.
+"""The model under proof: prompts, methods, effort, and its answers with and without speculation.
 
 All access to the engine inside an LLM goes through `on_engine`, and every change to it through `patched`.
 """
@@ -25,12 +25,12 @@ from paceline.llm import LLM
 from paceline.models.plan import slots_of
 from paceline.outputs import CompletionOutput
 from paceline.prove.replay import Verify
-from paceline.prove.report import Row
+from paceline.prove.report import Check
 from paceline.prove.tap import Tap
 from paceline.sampling_params import SamplingParams
 
-LENGTHS = (4, 8, 2, 1, 3)  # k, in turn
-NEAR_TIE = 1e-3  # nats between the two likeliest tokens, under which kernels that are not exact may disagree
+LENGTHS = (4, 8, 2, 1, 3)  # k of prompts, in turn
+NEAR_TIE = 1e-3  # nats between the two likeliest tokens below which kernels that are not exact may disagree
 # Tasks that copy, so that drafts are accepted, and open ones, so that some are rejected.
 PROMPTS: tuple[str, ...] = (
     "Repeat this text word for word, twice:\nThe grey heron stood in the shallow water of the mill pond and waited. "
@@ -49,17 +49,17 @@ PROMPTS: tuple[str, ...] = (
     "Name the planets in order of their distance from the sun, then name them again in the opposite order.",
     "Say the alphabet with one letter per line, then say it again.",
     "Explain to a child what a bicycle gear does.",
-    "Copy this table and add a row for March.\n| month | rain | sun |\n|---|---|---|\n| January | 80 mm | 40 h |\n"
+    "Copy this table and add a check for March.\n| month | rain | sun |\n|---|---|---|\n| January | 80 mm | 40 h |\n"
     "| February | 70 mm | 60 h |\n",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is done."""
+    """The amount of work of a proof."""
 
     prompts: int
-    few: int  # prompts of the checks that gain little from more of them
+    few: int  # prompts of the checks that gain little from more
     max_tokens: int
     replays: int
     steps: int  # recorded steps replayed for each method
@@ -86,48 +86,48 @@ class Subject:
 
     @property
     def exact(self) -> bool:
-        """Whether a row's arithmetic is the same bits in every pass."""
+        """A row's arithmetic has the same bits in every pass."""
         return self.llm.loaded.decoder.kernels.exact
 
     def params(self, method: str, k: int, **more: object) -> SamplingParams:
-        given: dict[str, object] = {"temperature": 0.0, "max_tokens": self.effort.max_tokens} | more
-        own = NONE if method == NONE else {"method": method, "k": k}
-        return SamplingParams(speculation=own, **given)  # type: ignore[arg-type]
+        options: dict[str, object] = {"temperature": 0.0, "max_tokens": self.effort.max_tokens} | more
+        speculation = NONE if method == NONE else {"method": method, "k": k}
+        return SamplingParams(speculation=speculation, **options)  # type: ignore[arg-type]
 
     def plain(self, prompt: SequenceOf[int], params: SamplingParams) -> CompletionOutput:
-        """The same engine's answer alone and without drafts; computed once."""
-        wanted = replace(params, speculation=NONE)
-        key = (tuple(prompt), wanted)
+        """Return the engine's answer alone and without drafts; computed once."""
+        plain_params = replace(params, speculation=NONE)
+        key = (tuple(prompt), plain_params)
         if key not in self._plain:
-            self._plain[key] = self.llm.generate(list(prompt), wanted)[0].outputs[0]
+            self._plain[key] = self.llm.generate(list(prompt), plain_params)[0].outputs[0]
         return self._plain[key]
 
     def ask(
-        self, prompts: SequenceOf[SequenceOf[int]], params: SequenceOf[SamplingParams], row: Row
+        self, prompts: SequenceOf[SequenceOf[int]], params: SequenceOf[SamplingParams], check: Check
     ) -> list[CompletionOutput]:
-        """The answers of requests sent all at once; accepts, rejects and bonuses are counted in the row."""
+        """Return the answers of requests sent all at once; accepts, rejects and bonuses are counted in the check."""
         with self.tapped() as tap:
             outputs = self.llm.generate([list(prompt) for prompt in prompts], list(params))
-        row.seen.merge(tap.seen)
+        check.seen.merge(tap.seen)
         return [output.outputs[0] for output in outputs]
 
     def compare(
         self,
-        row: Row,
+        check: Check,
         prompt: SequenceOf[int],
         params: SamplingParams,
         plain: CompletionOutput,
         other: CompletionOutput,
     ) -> None:
-        """Record in the row whether two answers are equal in everything a user sees."""
+        """Record in the check whether two answers are equal in everything a user sees."""
         facts = ("token_ids", "text", "finish_reason", "stop_reason")
         differs = next((name for name in facts if getattr(plain, name) != getattr(other, name)), None)
         if differs == "token_ids" and not self.exact and self._is_near_tie(prompt, params, plain, other):
-            row.notes.append("a near-tie fell differently (kernels are not exact)")
+            check.notes.append("a near-tie fell differently (kernels are not exact)")
             differs = None
         own = params.speculation
         asked = f"{own['method']}, k {own['k']}" if isinstance(own, dict) else str(own)
-        row.expect(differs is None, f"{differs} differs: {_where(plain, other)} ({asked})")
+        check.expect(differs is None, f"{differs} differs: {_where(plain, other)} ({asked})")
 
     def _is_near_tie(
         self, prompt: SequenceOf[int], params: SamplingParams, plain: CompletionOutput, other: CompletionOutput
@@ -143,11 +143,11 @@ class Subject:
         tied = {plain.token_ids[at], other.token_ids[at]} <= set(entry)
         return tied and found[0] - found[1] < NEAR_TIE * scale
 
-    def each(self, row: Row, count: int | None = None) -> Iterator[tuple[int, list[int]]]:
-        """The prompts, the first `count` of them, and spare ones while the row has not seen all it must."""
+    def each(self, check: Check, count: int | None = None) -> Iterator[tuple[int, list[int]]]:
+        """Yield the prompts, the first `count` of them, and spare ones while the check has not seen all it must."""
         least = len(self.prompts) if count is None else min(count, len(self.prompts))
         for i, prompt in enumerate((*self.prompts, *self.spare)):
-            if i >= least and row.seen.complete and row.missing is None:
+            if i >= least and check.seen.complete and check.missing is None:
                 return
             yield i, prompt
 
@@ -169,18 +169,18 @@ T = TypeVar("T")
 
 
 def on_engine(llm: LLM, call: Callable[[Engine], T]) -> T:
-    """The result of `call(engine)`, run between two steps: the only access to the LLM's engine."""
+    """Return `call(engine)`, run between two steps: the only access to the LLM's engine."""
     return llm.call(call)
 
 
 @contextmanager
 def patched(llm: LLM, part: Callable[[Engine], object], **values: object) -> Iterator[None]:
-    """Attributes of a part of the engine (or of a module it uses) replaced meanwhile."""
+    """Replace attributes of a part of the engine for the time of a `with`."""
     missing = object()
 
     def exchange(engine: Engine, new: dict[str, object]) -> dict[str, object]:
         owner = part(engine)
-        before = {name: vars(owner).get(name, missing) for name in new}  # missing: the class has it
+        before = {name: vars(owner).get(name, missing) for name in new}  # missing: only the class has it
         for name, value in new.items():
             delattr(owner, name) if value is missing else setattr(owner, name, value)
         return before
@@ -193,7 +193,7 @@ def patched(llm: LLM, part: Callable[[Engine], object], **values: object) -> Ite
 
 
 def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
-    """The prompts as chat messages, or as plain text where the model has no chat template."""
+    """Return the prompts as chat messages, or as plain text where the model has no chat template."""
     tokenizer = llm.tokenizer
     chosen = [PROMPTS[i % len(PROMPTS)] + (f"\n({i})" if i >= len(PROMPTS) else "") for i in range(count)]
     if not tokenizer.has_chat_template:
@@ -228,7 +228,7 @@ def _where(plain: CompletionOutput, other: CompletionOutput) -> str:
 
 
 def slots_held(sequence: Sequence, positions: Iterable[int], block_size: int) -> Tensor:
-    """The cache slots of some positions of a sequence."""
+    """Return the cache slots of some positions of a sequence."""
     at = np.array(list(positions), np.int64)
     tables = np.array([sequence.blocks], np.int64)
     return torch.from_numpy(slots_of(tables, np.zeros_like(at), at, block_size))

@@ -1,4 +1,4 @@
-"""Observes an engine's verification: counts accepts, rejects and bonuses, and keeps p and q of steps for replay."""
+"""Observation of an engine's verification: counts of accepts, rejects and bonuses; p and q of steps for replay."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import TokenKind, Verdict
 from paceline.sampling_params import SamplingParams
 
-MOST_STEPS = 48  # kept of one generation: a step's logits take megabytes
+MOST_STEPS = 48  # recorded steps of one generation: a step's logits take megabytes
 
 
 @dataclass
 class Seen:
-    """The fate of drafts. A check that lacks one of the three has not tested its subject."""
+    """Outcomes of drafts. A check that lacks one of the first three has not tested its subject."""
 
     accepts: int = 0  # drafted tokens
     rejects: int = 0  # steps that ended in a recovered token
@@ -31,7 +31,7 @@ class Seen:
         return self.accepts > 0 and self.rejects > 0 and self.bonus > 0
 
     def add(self, verdict: Verdict, drafted: Tensor) -> None:
-        """`drafted` (B,) bool: the rows that carried a draft."""
+        """Count a verdict. `drafted` (B,) bool: the rows that carried a draft."""
         final = verdict.kinds.gather(1, verdict.num_accepted[:, None])[:, 0]
         self.accepts += int(verdict.num_accepted.sum())
         self.rejects += int(((final == TokenKind.RECOVERED) & drafted).sum())
@@ -63,7 +63,7 @@ class Tap:
     runs: dict[str, list[int]] = field(default_factory=dict)  # by sequence: accepted tokens of each step
 
     def watching(self, inner: Callable[..., Verdict]) -> Callable[..., Verdict]:
-        """The sampler's `verify`, observed."""
+        """Return the sampler's `verify`, observed."""
 
         def verify(
             sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor, **options: Any
