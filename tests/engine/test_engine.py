@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy import DraftPlan, FixedPolicy
+from paceline.engine.policy import DraftPlan
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, context_logits, toy_config
+from tests.helpers.contract_toys import ByRequest
 from tests.helpers.fakes import (
     ChainDrafter,
     DrawnChainDrafter,
@@ -29,16 +30,6 @@ from tests.helpers.fakes import (
 )
 
 VOCAB = 11
-
-
-class ByRequest(FixedPolicy):
-    """Method and budget by request id, so that one batch mixes them."""
-
-    def __init__(self, choices: dict[str, DraftPlan]):
-        self.choices = choices
-
-    def choose(self, sequence):
-        return self.choices.get(sequence.request_id, DraftPlan())
 
 
 def greedy_alone(prompt, max_tokens, eos=()):
