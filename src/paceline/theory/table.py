@@ -44,7 +44,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """Fields without input are None; `break_even_alpha` is None where no acceptance would pay."""
 
     k: int
@@ -60,13 +60,13 @@ class Row:
     tree_speedup: float | None
 
 
-def row(case: Case, k: int) -> Row:
+def row(case: Case, k: int) -> TableRow:
     survival = case.survival[:k]
     tokens, whole = tokens_from_survival(survival), survival[-1]
     alpha = alpha_for(tokens, k)
     assert alpha is not None, "k tokens and one more at most"
     tree = best_tree([case.siblings] * k, k) if case.siblings else None
-    return Row(
+    return TableRow(
         k=k,
         tokens_per_pass=tokens,
         verify_cost=cost_at(case.verify_cost, k),
@@ -81,11 +81,11 @@ def row(case: Case, k: int) -> Row:
     )
 
 
-def rows(case: Case) -> list[Row]:
+def rows(case: Case) -> list[TableRow]:
     return [row(case, k) for k in range(1, case.max_k + 1)]
 
 
-def best_tree_row(found: Sequence[Row]) -> Row | None:
+def best_tree_row(found: Sequence[TableRow]) -> TableRow | None:
     """Where the tree of k nodes gains most; None without trees."""
     return max(found, key=lambda each: each.tree_speedup or 0.0) if found[0].tree_speedup is not None else None
 

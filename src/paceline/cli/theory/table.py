@@ -6,7 +6,7 @@ from rich.text import Text
 
 from paceline.cli.output import human_bytes
 from paceline.cli.table import in_colour, print_lines, print_table
-from paceline.theory.table import Case, MemoryUse, Row, best_tree_row, row, rows
+from paceline.theory.table import Case, MemoryUse, TableRow, best_tree_row, row, rows
 
 SHOWN = {*range(1, 11), 12, 14, 16, 20, 24, 32, 48, 64}  # k of the rows shown, besides the best and the asked k
 AFTER = 2  # rows shown after the best k
@@ -29,7 +29,7 @@ def _headings(case: Case) -> list[str]:
     return [*headings, "tree", "tree gain"] if case.siblings else headings
 
 
-def _cells(case: Case, each: Row) -> list[str | Text]:
+def _cells(case: Case, each: TableRow) -> list[str | Text]:
     cells: list[str | Text] = [
         str(each.k),
         f"{each.tokens_per_pass:.2f}",
@@ -70,7 +70,7 @@ def sentences(case: Case, asked: int, use: MemoryUse | None, batch: int) -> list
     return lines if use is None else [*lines, _memory(use)]
 
 
-def _asked(each: Row) -> str:
+def _asked(each: TableRow) -> str:
     even = each.break_even_alpha
     pays = "no acceptance makes it pay" if even is None else f"it pays above α {even:.3f}"
     return (
