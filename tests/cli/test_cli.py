@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.cli.app import app
 from paceline.cli.flags import DEFAULT_MAX_TOKENS
 from paceline.cli.output import Tally
 from paceline.outputs import SpeculationStats
+from paceline.sampling_params import SamplingParams
 from tests.helpers.fake_llm import FakeLLM, Result, Screen, environment, start
 
 RESULT_KEYS = {"model", "method", "weights", "activations", "kv_dtype", "choices", "usage", "timing", "speculation"}
@@ -80,22 +82,15 @@ def test_every_sampling_parameter_is_a_flag(paceline: Callable[..., Result]) -> 
         "--include-stop-str-in-output --keep-special-tokens --json"
     )
     assert paceline("generate", "hello", *flags.split()).code == 0
-    params = FakeLLM.requests[0][1]
-    assert params.temperature == 0.5
-    assert (params.top_k, params.top_p, params.min_p) == (7, 0.9, 0.1)
-    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
-    assert params.logit_bias == {5: -1.5, 6: 2.0}
-    assert (tuple(params.bad_words), tuple(params.stop)) == (("a", "b"), ("x", "y"))
-    assert (params.min_tokens, params.max_tokens, tuple(params.stop_token_ids)) == (1, 4, (3, 4))
-    assert (params.seed, params.n, params.logprobs) == (0, 2, 1)
-    assert params.ignore_eos
-    assert params.include_stop_str_in_output
-    assert not params.skip_special_tokens
+    assert FakeLLM.requests[0][1] == SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
+        presence_penalty=0.2, frequency_penalty=0.3, logit_bias={5: -1.5, 6: 2.0}, seed=0, n=2,
+        bad_words=["a", "b"], stop=["x", "y"], min_tokens=1, max_tokens=4, stop_token_ids=[3, 4],
+        logprobs=1, ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False,
+    )
 
 
 def test_unset_flags_leave_the_models_own_defaults(paceline: Callable[..., Result]) -> None:
-    from paceline.sampling_params import SamplingParams
-
     paceline("generate", "hello")
     assert FakeLLM.requests[0][1] == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
 
@@ -123,8 +118,7 @@ def test_a_seed_without_effect_is_remarked_upon(paceline: Callable[..., Result])
 
 def test_bytes_that_are_not_text_are_blamed_on_their_flag(paceline: Callable[..., Result]) -> None:
     for flag, name in {"--bad-word": "bad_words", "--stop": "stop", "--system": "system", "--model": "model"}.items():
-        result = paceline("generate", "hello", flag, "a\udcff")
-        assert (result.code, result.err) == (1, f"error: {name}: is not UTF-8 text\n")
+        assert field_of(paceline("generate", "hello", flag, "a\udcff")) == name
 
 
 def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
@@ -210,15 +204,13 @@ def test_the_last_line_of_a_short_answer_says_that_it_was_short(paceline: Callab
 
 def test_json_names_the_engines_method_and_keeps_its_keys_when_drafts_were_made(paceline) -> None:
     FakeLLM.drafted = stats(suffix=18)
-    found = paceline("generate", "hello", "--json").json
-    assert (set(found), found["method"]) == (RESULT_KEYS, "auto")
-    assert set(found["speculation"]) == SPECULATION_KEYS
-    assert found["speculation"]["num_accepted_tokens"] == 48
-    assert found["speculation"]["drafts_by_method"] == {"suffix": 18}
-    assert (found["speculation"]["estimated_speedup"], found["speculation"]["why_no_draft"]) == (2.0, None)
+    result = paceline("generate", "hello", "--json").json
+    assert (set(result), result["method"], set(result["speculation"])) == (RESULT_KEYS, "auto", SPECULATION_KEYS)
+    expected = {"num_accepted_tokens": 48, "drafts_by_method": {"suffix": 18}, "estimated_speedup": 2.0}
+    assert result["speculation"].items() >= {**expected, "why_no_draft": None}.items()
     FakeLLM.drafted = None
-    found = paceline("generate", "hello", "--json", "--method", "none").json["speculation"]
-    assert (found["estimated_speedup"], found["why_no_draft"]) == (None, "method none")
+    speculation = paceline("generate", "hello", "--json", "--method", "none").json["speculation"]
+    assert (speculation["estimated_speedup"], speculation["why_no_draft"]) == (None, "method none")
 
 
 def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[..., Result]) -> None:
@@ -227,18 +219,16 @@ def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[
     assert result.err.startswith("4 tokens · 1.0 tok/s")
 
 
-def test_int8_activations_are_named_as_another_target(paceline: Callable[..., Result]) -> None:
-    result = paceline("generate", "hello", "--max-tokens", "3", "--activations", "int8")
-    words = "3 tokens · 1.0 tok/s · no drafts: nothing to draft from · first after 0.25 s · int8 activations"
-    assert result.err == f"{words}\n"
-    assert paceline("generate", "hello", "--activations", "int8", "--json").json["activations"] == "int8"
-
-
-def test_a_cache_of_fp8_is_named_as_another_target(paceline: Callable[..., Result]) -> None:
-    result = paceline("generate", "hello", "--max-tokens", "3", "--kv-dtype", "fp8")
-    assert result.err.endswith("first after 0.25 s · fp8 cache\n")
-    found = paceline("generate", "hello", "--kv-dtype", "fp8", "--json").json
-    assert (found["kv_dtype"], found["weights"]) == ("fp8", "q4_1")
+@pytest.mark.parametrize(
+    ("flags", "words", "name", "value"),
+    [
+        (["--activations", "int8"], "int8 activations", "activations", "int8"),
+        (["--kv-dtype", "fp8"], "fp8 cache", "kv_dtype", "fp8"),
+    ],
+)
+def test_an_option_that_changes_the_target_is_named(flags, words, name, value, paceline) -> None:
+    assert paceline("generate", "hello", *flags).err.endswith(f"first after 0.25 s · {words}\n")
+    assert paceline("generate", "hello", *flags, "--json").json[name] == value
 
 
 def test_json_is_one_object_with_exactly_the_promised_keys(paceline: Callable[..., Result]) -> None:
@@ -319,33 +309,23 @@ def test_bad_values_are_one_line_and_exit_code_1(arguments, field, paceline) -> 
 
 
 def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., Result]) -> None:
-    elsewhere = paceline("serve", "--host", "nowhere.invalid")
-    assert elsewhere.err.startswith("error: host: cannot listen on nowhere.invalid:8000: ")
-    unnamed = paceline("serve", "--host", "ü" * 100)
-    assert unnamed.err.startswith("error: host: cannot listen on '")
-    assert unnamed.err.endswith(": it is not the name of a host\n")
-    assert paceline("serve", "--host", "\udc80").err == "error: host: is not UTF-8 text\n"
-    for nothing in ("", " "):
-        refused = paceline("serve", "--host", nothing)
-        assert (refused.code, refused.err) == (1, "error: host: it is empty; to listen on every address give 0.0.0.0\n")
+    for host in ("nowhere.invalid", "ü" * 100, "\udc80", "", " "):
+        assert field_of(paceline("serve", "--host", host)) == "host"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert paceline("serve", "--port", port).err.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
+        assert field_of(paceline("serve", "--port", str(taken.getsockname()[1]))) == "port"
 
 
-@pytest.mark.parametrize(
-    ("method", "advice"),
-    [
-        ("draft_model", "'draft_model' is called draft-model here"),
-        ("prompt-lookup", "'prompt-lookup' is called ngram here"),
-        ("lookahead", "'lookahead' is not available here; auto drafts without training, a trained one may be of"),
-        ("ngrams", "did you mean ngram?"),
-        ("medusa", "drafter: method medusa needs the folder of a drafter trained for the model"),
-    ],
-)
-def test_a_method_of_another_name_or_engine_is_answered_with_ours(method, advice, paceline) -> None:
+def field_of(result: Result) -> str:
+    """Return the field that a refusal of one line names."""
+    assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+    return result.err.removeprefix("error: ").partition(":")[0]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "prompt-lookup", "lookahead", "ngrams"])
+def test_a_method_of_another_name_or_engine_is_answered_with_ours(method: str, paceline: Callable[..., Result]) -> None:
     result = paceline("generate", "hello", "--method", method)
-    assert (result.code, advice in result.err) == (1, True)
+    assert field_of(result) == "method"
+    assert re.search("draft-model|ngram|auto", result.err.removeprefix(f"error: method: '{method}'"))
 
 
 @pytest.mark.parametrize(
@@ -393,8 +373,8 @@ def test_a_prompt_that_reads_like_a_flag_is_still_a_prompt(paceline: Callable[..
 
 
 def test_stdin_that_is_not_utf8_is_refused(paceline: Callable[..., Result]) -> None:
-    result = paceline("generate", "-", stdin=b"\xff\xfe")
-    assert (result.code, result.err) == (1, "error: the prompt is not UTF-8 text\n")
+    result = paceline("generate", "-", "--json", stdin=b"\xff\xfe")
+    assert (result.code, result.json["error"]["type"]) == (1, "InvalidPrompt")
 
 
 def test_an_unexpected_exception_is_one_line_that_tells_how_to_see_more(paceline, monkeypatch) -> None:
@@ -469,21 +449,26 @@ def test_the_demo_refuses_what_it_cannot_compare(paceline: Callable[..., Result]
 def test_the_demo_colours_accepted_drafts_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    terminal, inside = os.openpty()
-    process = start("demo", "hello", "--max-tokens", "3", delay_s=0, stdin=inside, stdout=inside, stderr=inside)
-    os.close(inside)
-    try:
-        screen = Screen(terminal)
+    with on_terminal("demo", "hello", "--max-tokens", "3", streams=("stdin", "stdout", "stderr")) as (process, screen):
         screen.wait_for("word0 \x1b[1;32mword1 \x1b[0mword2")  # drafted: the odd ones
         screen.wait_for("word0 word1 word2")
         assert process.wait(timeout=60) == 0
+
+
+# -- the process itself
+
+
+@contextmanager
+def on_terminal(*arguments: str, streams: tuple[str, ...]) -> Iterator[tuple[subprocess.Popen[str], Screen]]:
+    terminal, inside = os.openpty()
+    process = start(*arguments, delay_s=0, **dict.fromkeys(streams, inside))
+    os.close(inside)
+    try:
+        yield process, Screen(terminal)
     finally:
         process.kill()
         process.wait()
         os.close(terminal)
-
-
-# -- the process itself
 
 
 def _after_first_words(process: subprocess.Popen[str]) -> None:
@@ -502,8 +487,6 @@ def test_ctrl_c_keeps_what_was_streamed_and_exits_130() -> None:
 
 
 def test_a_stopped_stream_of_the_real_engine_tells_what_drafting_did(smollm2: Any) -> None:
-    from paceline import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=60, speculation={"method": "ngram", "k": 4})
     stream = smollm2.stream("one two three one two three one two three one two", params)
     tally = Tally(smollm2, params, sequences=stream.sequences)
@@ -517,20 +500,11 @@ def test_a_stopped_stream_of_the_real_engine_tells_what_drafting_did(smollm2: An
 def test_a_long_prompt_shows_that_it_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_PROMPT_S", "2")
     monkeypatch.setenv("TERM", "xterm")
-    terminal, inside = os.openpty()
-    process = start("generate", "four words of prompt", delay_s=0, stderr=inside)
-    os.close(inside)
-    try:
-        screen = Screen(terminal)
-        screen.wait_for("reading the prompt")
-        screen.wait_for("50 %")
-        screen.wait_for("5 tokens")
+    with on_terminal("generate", "four words of prompt", streams=("stderr",)) as (process, screen):
+        for words in ("reading the prompt", "50 %", "5 tokens"):
+            screen.wait_for(words)
         out, _ = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "word0 word1 word2 word3 word4\n")
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
 
 
 def test_ctrl_c_ends_the_demo_with_130() -> None:
@@ -580,9 +554,9 @@ def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
 def test_keys_that_cannot_be_read_are_named_once(tmp_path: Path, paceline: Callable[..., Result]) -> None:
     missing, binary = tmp_path / "missing", tmp_path / "binary"
     binary.write_bytes(b"\xff")
-    for file, reason in ((missing, "No such file or directory"), (binary, "it is not UTF-8 text")):
+    for file in (missing, binary):
         result = paceline("serve", "--api-key-file", str(file))
-        assert (result.code, result.err) == (1, f"error: api-key-file: cannot read {file}: {reason}\n")
+        assert (field_of(result), result.err.count(str(file))) == ("api-key-file", 1)
 
 
 def test_streams_may_be_closed() -> None:
