@@ -26,6 +26,7 @@ TINY = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+MAMBA = {**TINY, "architectures": ["MambaForCausalLM"], "model_type": "mamba"}
 
 
 def folder(path: Path, config: dict[str, object]) -> Path:
@@ -40,46 +41,41 @@ def truncated_safetensors() -> bytes:
     return struct.pack("<Q", len(header)) + header.encode() + b"\0" * 100
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line, which is the same with --json."""
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+    """Return the error object of --json, whose message is the one line printed without it."""
     assert run(arguments) == 1
     plain = capsys.readouterr()
     assert plain.out == ""
     assert plain.err.startswith("error: ")
     assert plain.err.count("\n") == 1
     assert run([*arguments, "--json"]) == 1
-    as_json = capsys.readouterr()
-    assert json.loads(as_json.out)["error"]["message"] == plain.err.removeprefix("error: ").rstrip("\n")
-    return plain.err
+    error: dict[str, str] = json.loads(capsys.readouterr().out)["error"]
+    assert error["message"] == plain.err.removeprefix("error: ").rstrip("\n")
+    return error
+
+
+@pytest.mark.parametrize("name", ["smollm3", "./nowhere", "nowhere.gguf"])
+def test_no_such_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "generate", "hello", "--model", name)["type"] == "ModelNotFound"
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("smollm3", "did you mean smollm2"), ("./nowhere", "does not exist"), ("nowhere.gguf", "does not exist")],
+    ("config", "weights", "error", "names"),
+    [
+        (None, None, "BrokenModel", ["config.json"]),
+        (TINY, None, "BrokenModel", ["model.safetensors"]),
+        (TINY, truncated_safetensors(), "BrokenModel", ["model.safetensors"]),
+        (MAMBA, None, "UnsupportedModel", ["mamba", "llama", "mistral", "qwen2", "qwen3"]),
+    ],
+    ids=["empty", "without weights", "truncated", "of another architecture"],
 )
-def test_no_such_model(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert expected in refused(capsys, "generate", "hello", "--model", name)
-
-
-def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder(tmp_path / "model", TINY)
-    assert "model.safetensors" in refused(capsys, "generate", "hello", "--model", str(path))
-
-
-def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "config.json" in refused(capsys, "generate", "hello", "--model", str(tmp_path))
-
-
-def test_a_truncated_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder(tmp_path / "model", TINY)
-    (path / "model.safetensors").write_bytes(truncated_safetensors())
-    assert "model.safetensors" in refused(capsys, "generate", "hello", "--model", str(path))
-
-
-def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {**TINY, "architectures": ["MambaForCausalLM"], "model_type": "mamba"}
-    line = refused(capsys, "generate", "hello", "--model", str(folder(tmp_path / "model", config)))
-    assert all(name in line.lower() for name in ("mamba", "llama", "mistral", "qwen2", "qwen3"))
+def test_a_folder_that_is_no_model(config, weights, error, names, tmp_path, capsys) -> None:
+    path = tmp_path if config is None else folder(tmp_path / "model", config)
+    if weights is not None:
+        (path / "model.safetensors").write_bytes(weights)
+    refusal = refused(capsys, "generate", "hello", "--model", str(path))
+    assert refusal["type"] == error
+    assert all(name in refusal["message"].lower() for name in names)
 
 
 @pytest.mark.parametrize(
@@ -103,36 +99,37 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path, capsys: py
 )
 def test_a_value_that_model_or_machine_refuses_names_its_field(flags, tiny_model, capsys) -> None:
     field = flags[0].removeprefix("--").replace("-", "_")
-    assert refused(capsys, "generate", "hello", "--model", str(tiny_model), *flags).startswith(f"error: {field}: ")
+    assert refused(capsys, "generate", "hello", "--model", str(tiny_model), *flags)["field"] == field
 
 
 def test_a_lossy_option_is_refused_by_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
     config = '{"method": "ngram", "posterior_threshold": 0.3}'
-    line = refused(capsys, "generate", "hello", "--speculative-config", config)
-    assert "posterior_threshold" in line
-    assert "lossless" in line
+    error = refused(capsys, "generate", "hello", "--speculative-config", config)
+    assert error["field"] == "speculative_config"
+    assert "posterior_threshold" in error["message"]
 
 
 def test_a_draft_model_that_is_not_there(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, "generate", "hello", "--model", str(tiny_model), "--draft-model", "./nowhere")
-    assert "does not exist" in line
+    error = refused(capsys, "generate", "hello", "--model", str(tiny_model), "--draft-model", "./nowhere")
+    assert error["type"] == "ModelNotFound"
 
 
 def test_a_draft_model_with_another_vocabulary(tiny_model, tmp_path, capsys) -> None:
     save_tiny("llama-tied", tmp_path)
     capsys.readouterr()  # saving draws a bar
-    line = refused(capsys, "generate", "hello", "--model", str(tiny_model), "--draft-model", str(tmp_path))
-    assert line.startswith("error: draft_model: ")
-    assert "97 tokens" in line
+    error = refused(capsys, "generate", "hello", "--model", str(tiny_model), "--draft-model", str(tmp_path))
+    assert error["field"] == "draft_model"
+    assert "97 tokens" in error["message"]
 
 
 def test_an_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "empty" in refused(capsys, "generate", "")
+    assert refused(capsys, "generate", "")["type"] == "InvalidPrompt"
 
 
 def test_a_prompt_longer_than_the_context(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, "generate", "word " * 100, "--model", str(tiny_model), "--max-model-len", "64")
-    assert "64" in line
+    error = refused(capsys, "generate", "word " * 100, "--model", str(tiny_model), "--max-model-len", "64")
+    assert error["type"] == "InvalidPrompt"
+    assert "64" in error["message"]
 
 
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -83,10 +83,25 @@ def test_every_sampling_parameter_is_a_flag(paceline: Callable[..., Result]) -> 
     )
     assert paceline("generate", "hello", *flags.split()).code == 0
     assert FakeLLM.requests[0][1] == SamplingParams(
-        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
-        presence_penalty=0.2, frequency_penalty=0.3, logit_bias={5: -1.5, 6: 2.0}, seed=0, n=2,
-        bad_words=["a", "b"], stop=["x", "y"], min_tokens=1, max_tokens=4, stop_token_ids=[3, 4],
-        logprobs=1, ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias={5: -1.5, 6: 2.0},
+        seed=0,
+        n=2,
+        bad_words=["a", "b"],
+        stop=["x", "y"],
+        min_tokens=1,
+        max_tokens=4,
+        stop_token_ids=[3, 4],
+        logprobs=1,
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
     )
 
 

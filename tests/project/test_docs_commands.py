@@ -35,6 +35,7 @@ from paceline.models.load.store import MANIFEST
 from tests.drafters.block import dspark_reference
 from tests.drafters.eagle import eagles
 from tests.helpers.tiny import save_tiny
+from tests.models.quant.test_quantize import sized_model
 from tests.project.documents import BLOCKS, COMMANDS, ROOT, Block
 
 ALL = os.environ.get("DOCS_CHECK") == "1"
@@ -166,10 +167,8 @@ def make_files(folder: Path, text: str) -> None:
     for name in ("my-model", "small", "tiny"):
         if f"./{name}" in text:
             (folder / name).symlink_to(smollm2)
-    if "quantize" in text:  # of numbers, not of blocks
-        (folder / "my-model").unlink()
-        (folder / "my-model").mkdir()
-        save_tiny("llama-tied", folder / "my-model")
+    if "quantize" in text:  # smollm2 is quantised already
+        sized_model(folder / "float-model")
     for name in ("drafter", "drafter-1"):
         if re.search(rf"--(drafter|init-from) (\./)?{name}\b", text):
             config = dspark_reference.drafter_config(load_config(smollm2), taps=(0, 15, 30), draft_vocab_size=64)
@@ -234,6 +233,8 @@ def test_a_block_runs(block: Block, workshop: Path) -> None:
             if rule.excuse:
                 continue
             words = [local(word, port, workshop) for word in [*words, *rule.bounds.split()]]
+            if "quantize" in words:
+                words = [word.replace("my-model", "float-model") for word in words]
             out = words[words.index("--out") + 1] if words[1] in ("train", "export", "quantize") else None
             if out is not None and "--resume" not in words:
                 shutil.rmtree(workshop / out, ignore_errors=True)
