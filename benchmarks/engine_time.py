@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import finish
+from benchmarks.policy_replay import H200, RELATIVE
 from paceline import LLM, SamplingParams
 from paceline.config import AUTO, TRAINED_LEVEL, EngineConfig, SpeculationConfig
 from paceline.core.draft import Draft
@@ -233,8 +234,6 @@ def host(args: argparse.Namespace) -> None:
 
 
 LONGEST = 300  # tokens of an answer; one that has ended makes way for the next
-H200 = {1: 3.95, 8: 4.0, 16: 4.1, 32: 4.35, 64: 4.6, 128: 6.5, 256: 9.1, 512: 13.4, 1024: 23.7, 1536: 36.5}  # ms
-TWO_CORES = {1: 25.0, 4: 26.5, 8: 28.0, 12: 30.3, 16: 37.3, 32: 52.5, 64: 95.0, 128: 185.0, 512: 740.0}
 WARMUP = 100  # steps in which the policy learns
 
 
@@ -297,6 +296,7 @@ class PolicyCell:
     job: str | None = None  # answers are waited for together
 
 
+TWO_CORES = {rows: 25 * share for rows, share in RELATIVE.items()}  # ms
 POLICY_CELLS = {
     "trees and lookups, H200": PolicyCell((Trees, Lookup), H200, replace(GPU, padded_to=tuple(H200))),
     "trees and lookups, CPU": PolicyCell((Trees, Lookup), TWO_CORES, CPU),

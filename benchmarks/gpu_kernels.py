@@ -2,7 +2,6 @@
 
     python -m benchmarks.gpu_kernels attention [--parts same nodes passes]
     python -m benchmarks.gpu_kernels verify [--nodes 64] [--vocabs 128256 49152] [--rows 1 16]
-    python -m benchmarks.gpu_kernels compact | graphs
 
 `attention`: the two kernels of its shared part against each other bit for bit, then as many layers as the yardstick has
 in a row, replayed from a graph: by nodes and context, and for whole passes, undivided (a program for each tile) and
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,11 +23,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.engine import Runs, many_prompts
 from benchmarks.gpu.passes import BLOCK, device_ms
-from benchmarks.gpu.subject import Subject
 from benchmarks.harness import finish
-from paceline.core.draft import Draft, Proposal, packed_to, sent
+from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence as Answer
 from paceline.engine.sampler import Sampler
 from paceline.models.backends.cuda.attention import attention as attention_module
@@ -362,66 +358,6 @@ def call_ms(work: Callable[[], object], rounds: int = 5) -> tuple[float, float]:
     return statistics.median(host), statistics.median(all_of_it)
 
 
-# -- moving accepted paths
-
-COMPACT_SHAPES = {"small": (30, 3, 64), "yardstick": (32, 8, 128)}  # layers, K/V heads, width of a head
-TREE_NODES, ACCEPTED, REPEATS = 16, 5, 200
-
-
-def by_host(cache: KVCache, nodes: list[list[int]], path: torch.Tensor) -> None:
-    source, target = [], []
-    for (_, *slots), accepted in zip(nodes, path.tolist(), strict=True):
-        for depth, node in enumerate(accepted):
-            if node > depth:
-                source.append(slots[node])
-                target.append(slots[depth])
-    at, to = packed_to(path.device, torch.tensor(source), torch.tensor(target))
-    for storage in cache._storage:
-        storage[:, :, to] = storage[:, :, at]
-
-
-def host_us(work: Callable[[], Any], device: torch.device) -> float:
-    times = []
-    for _ in range(REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        times.append(1e6 * (time.perf_counter() - started))
-    return statistics.median(times[REPEATS // 4 :])
-
-
-# -- captured verification in the engine
-
-GRAPH_CELLS: tuple[tuple[str, str, int | None, dict[str, Any], int], ...] = (
-    ("small", "none", None, {"top_p": 0.9}, 1),
-    ("small", "none", None, {"top_p": 0.9}, 16),
-    ("small", "ngram", 4, {"top_p": 0.9}, 1),
-    ("small", "ngram", 4, {"top_p": 0.9}, 16),
-    ("yardstick", "draft-model", 4, {}, 1),
-    ("yardstick", "draft-model", 4, {"top_p": 0.9}, 1),
-    ("yardstick", "draft-model", 4, {"seed": 1}, 1),
-    ("yardstick", "draft-model", 4, {"top_p": 0.9}, 16),
-    ("yardstick", "ngram", 4, {"top_p": 0.9}, 16),
-)
-
-
-def cell(runs: Runs, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
-    engine, sampler = runs.engine, runs.engine.runner.sampler
-    config = engine.model.config
-    uncaptured = Sampler(config.vocab_size, frozenset(config.eos_token_ids), engine.model.device, verifier=verify)
-    times: dict[str, list[float]] = {"uncaptured": [], "captured": []}
-    for turn in range(rounds + 1):
-        for name, step_ms in times.items():
-            engine.runner.sampler = sampler if name == "captured" else uncaptured
-            took = runs.answer(prompts, params)["step_ms"]
-            if turn:
-                step_ms.append(took)
-    found = {name: statistics.median(step_ms) for name, step_ms in times.items()}
-    late = {"uncaptured_steps": sampler.uncaptured, "captured_late": sampler.late_captures}
-    return {**found, "rounds": times, "graphs": len(sampler._graphs), **late}
-
-
 def run_attention(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -453,50 +389,7 @@ def run_verify(args: argparse.Namespace) -> dict[str, Any]:
     return {"nodes": args.nodes, "lines": lines}
 
 
-@torch.inference_mode()
-def run_compact(args: argparse.Namespace) -> dict[str, Any]:
-    device, found = torch.device(args.device), {}
-    for name, (layers, heads, dim) in COMPACT_SHAPES.items():
-        for rows in (1, 16, 64):
-            spec, blocks = KVSpec(num_kv_heads=heads, head_dim=dim), rows * TREE_NODES // 16
-            cache = KVCache([spec] * layers, num_blocks=blocks, block_size=16, dtype=torch.bfloat16, device=device)
-            nodes = [[row, *range(row * TREE_NODES, (row + 1) * TREE_NODES)] for row in range(rows)]
-            path = torch.full((rows, 8), -1)
-            path[:, :ACCEPTED] = 3 * torch.arange(ACCEPTED)
-            path, laid_out = path.to(device), torch.tensor(nodes)
-            ways = {
-                "by the host": lambda c=cache, n=nodes, p=path: by_host(c, n, p),
-                "behind it": lambda c=cache, n=laid_out, p=path: c.compact(sent(n, p.device), p),
-            }
-            found[f"{name} x{rows}"] = {
-                way: {"host_us": host_us(work, device), "device_us": 1e3 * device_ms(work)}
-                for way, work in ways.items()
-            }
-            print(f"{name}, {rows} sequences: {found[f'{name} x{rows}']}", flush=True)
-    return found
-
-
-def run_graphs(args: argparse.Namespace) -> dict[str, Any]:
-    subject = Subject(args.weights, torch.device(args.device), tiny=args.tiny)
-    found: dict[str, Any] = {}
-    engines: dict[str, Runs] = {}
-    for model, method, k, options, rows in GRAPH_CELLS:
-        name = f"{model}, {method} {k or ''}, {options or 'T = 0.7'}, {rows} rows"
-        decoder = subject.small if model == "small" else subject.yardstick
-        try:
-            if model not in engines:
-                engines[model] = Runs(subject, decoder, "ngram" if model == "small" else "auto", batch=16)
-            runs = Runs(subject, decoder, method, k, rows, engines[model])
-            params = SamplingParams(temperature=0.7, max_tokens=args.tokens, ignore_eos=True, **options).resolve({})
-            found[name] = cell(runs, many_prompts(subject, 0, rows), params, args.rounds)
-        except Exception:  # the other cells still count
-            traceback.print_exc()
-            continue
-        print(f"{name}: {found[name]}", flush=True)
-    return found
-
-
-PARTS = {"attention": run_attention, "verify": run_verify, "compact": run_compact, "graphs": run_graphs}
+PARTS = {"attention": run_attention, "verify": run_verify}
 
 
 def main() -> None:
@@ -507,11 +400,6 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--vocabs", type=int, nargs="+", default=[128_256, 49_152])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--weights", default="smollm2", help="of graphs: smollm2, a folder with it, or random")
-    parser.add_argument("--tokens", type=int, default=192, help="of graphs")
-    parser.add_argument("--rounds", type=int, default=3, help="of graphs")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="of graphs: a small shape, to try the script")
     args = parser.parse_args()
     finish(f"gpu_{args.what}", PARTS[args.what](args))
 

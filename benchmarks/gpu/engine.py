@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.batching import TOPICS
 from benchmarks.gpu.subject import Subject
 from benchmarks.harness import prompts_of as copying
 from paceline import SamplingParams
@@ -38,45 +39,8 @@ QUESTIONS = (
 
 
 FIXED_K, ROUNDS = (4, 8, 16), 4
-SAMPLED: dict[str, dict[str, Any]] = {
-    "T=0.7": {"temperature": 0.7},
-    "T=0.7 seeded": {"temperature": 0.7, "seed": 7},
-    "T=0.7 top_p=0.9": {"temperature": 0.7, "top_p": 0.9},
-}
-FORMS = (
-    "Explain {} to a child.",
-    "Write a short story about {}.",
-    "What should everyone know about {}?",
-    "Give me five facts about {}.",
-    "Write a letter to a friend about {}.",
-    "What are common mistakes people make about {}?",
-    "Compare {} today and a hundred years ago.",
-    "Write a poem about {}.",
-    "How would you teach {}?",
-    "List the pros and cons of {}.",
-    "Describe the history of {}.",
-    "Write a dialogue between two people who disagree about {}.",
-    "Plan a lesson about {}.",
-    "Why does {} matter?",
-    "Invent three riddles about {}.",
-    "Summarise what is known about {}.",
-)
-TOPICS = (
-    *(
-        "bicycles",
-        "lighthouses",
-        "inflation",
-        "baking bread",
-        "the piano",
-        "sunsets",
-        "volcanoes",
-        "chess",
-        "gardening",
-    ),
-    *("elections", "the moon", "coffee", "railways", "bees", "insurance", "sleep", "glaciers", "typewriters", "jazz"),
-    *("vaccines", "cooking rice", "maps", "whales", "taxes", "origami", "earthquakes", "libraries", "running", "soap"),
-    *("batteries", "falcons", "opera"),
-)
+PARTS = ("the basics", "the history", "what is often misunderstood", "with an example", "and say why it matters")
+STYLES = ("to a child", "in one page", "as a letter", "as a dialogue", "as a poem", "as a list", "briefly")
 
 
 class Runs:
@@ -121,10 +85,9 @@ class Runs:
     def _share_cache(self, other: Runs) -> None:
         mine, theirs = self.engine.runner, other.engine.runner
         mine.cache, mine._caches = theirs.cache, theirs._caches
-        lent = {drafter.name: drafter for drafter in other.engine.drafters.drafters}
         for drafter in self.engine.drafters.drafters:
-            if isinstance(drafter, DraftModelDrafter):
-                drafter.bind(lent[drafter.name]._caches, theirs.cache.block_size)  # type: ignore[attr-defined]
+            if isinstance(drafter, DraftModelDrafter):  # its layers follow the target's
+                drafter.bind(theirs.cache.layers[len(theirs.model.kv_specs) :], theirs.cache.block_size)
 
     def forget(self) -> None:
         """A policy that knows nothing, on graphs that are captured."""
@@ -181,8 +144,8 @@ def many_prompts(subject: Subject, first: int, count: int) -> list[list[int]]:
     """All different, up to some hundreds."""
     if subject.random:
         return prompts_of(subject, first + count)[first:]
-    asked = [form.format(topic) for form in FORMS for topic in TOPICS]
-    questions = [asked[7 * index % len(asked)] for index in range(first, first + count)]
+    every = [f"Explain {topic} {style}, {part}." for part in PARTS for style in STYLES for topic in TOPICS]
+    questions = [every[7 * index % len(every)] for index in range(first, first + count)]
     return [subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
 
 
@@ -305,7 +268,6 @@ def draft(subject: Subject) -> dict[str, Any]:
         found[f"draft-model k={k}"] = got
         gain = got["tokens_per_second"] / base["tokens_per_second"]
         print(f"   draft-model k={k}: {gain:.2f}x, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
-    found |= draft_sampled(subject, length)
     if subject.random:
         return found
     copies = [
@@ -318,26 +280,6 @@ def draft(subject: Subject) -> dict[str, Any]:
         gain = got["tokens_per_second"] / base["tokens_per_second"]
         found[f"copy {method} k={k}"] = {**got, "over_plain": gain}
         print(f"   copy, {method} k={k}: {gain:.2f}x, τ {got['tau']:.2f}", flush=True)
-    return found
-
-
-def draft_sampled(subject: Subject, length: int) -> dict[str, Any]:
-    """The same at a temperature: q is sampled on the device (unseeded), or the seed's noise added (seeded)."""
-    decoder, found = subject.yardstick, {}
-    many = 2 if subject.tiny else 16
-    graphs = Runs(subject, decoder, "draft-model", 4, batch=many)
-    for kind, asked in SAMPLED.items():
-        for together, ks in ((1, (2,) if subject.tiny else FIXED_K), (many, FIXED_K[:1])):
-            base = 0.0
-            for k in (None, *ks):
-                runs = Runs(subject, decoder, "none" if k is None else "draft-model", k, together, graphs)
-                prompts = many_prompts(subject, 0, max(3, together))
-                got = speed(runs, prompts, length, together=together, **asked)
-                base = base or got["tokens_per_second"]
-                name = f"{kind} x{together} " + ("plain" if k is None else f"draft-model k={k}")
-                found[name] = {**got, "over_plain": got["tokens_per_second"] / base}
-                what = f"{got['tokens_per_second']:.0f} tok/s, {got['tokens_per_second'] / base:.2f}x"
-                print(f"   {name}: {what}, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
     return found
 
 

@@ -164,24 +164,6 @@ def passes(subject: Subject) -> dict[str, Any]:
     return found
 
 
-def crowd(subject: Subject) -> dict[str, Any]:
-    """Passes of batches: the yardstick's over drafts of many sequences, the small model's over a token of each."""
-    context = 40 if subject.tiny else SHORT
-    found: dict[str, Any] = {}
-    for name, decoder, sizes in (
-        ("yardstick", subject.yardstick, CROWDS),
-        ("small", subject.small, SMALL_CROWDS),
-    ):
-        sizes = sizes[:2] if subject.tiny else sizes
-        bench = Bench(decoder, context + max(rows for _, rows in sizes), max(sequences for sequences, _ in sizes))
-        for sequences, rows in sizes:
-            plan, tokens = bench.crowd(sequences, rows, context), torch.randint(0, 500, (sequences * rows,))
-            ms = device_ms(lambda bench=bench, plan=plan, tokens=tokens: bench.forward(tokens, plan))
-            found[f"{name} {sequences}x{rows}"] = ms
-            print(f"   {name}: {sequences:>3} sequences of {rows:>2} rows at {context}: {ms:7.3f} ms", flush=True)
-    return found
-
-
 def _weights(decoder: Decoder) -> list[Tensor]:
     """Of all layers and of the head; none where they are packed for a CPU."""
     packed = [p for layer in decoder.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
@@ -274,7 +256,6 @@ def bare(subject: Subject) -> dict[str, Any]:
 PASS_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "bits": bits,
     "passes": passes,
-    "crowd": crowd,
     "prefill": prefill,
     "bare": bare,
 }

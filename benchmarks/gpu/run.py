@@ -5,7 +5,6 @@
 
 bits       a row of a pass has the same bits for 1 to 64 rows, alone, in a batch, in a tree, in a prefill chunk
 passes     a pass over 1, 8, 32, 64 nodes at 1k and 16k of context (figures 1 and 2), and its kernels by time
-crowd      passes of batches: several sequences with a few rows each, and the small model's of one row each
 bare       the same shape through transformers with a static cache, compiled
 prefill    8k tokens in chunks against a plain bf16 product of the same shapes
 startup    from weights in memory to the first answer

@@ -20,7 +20,7 @@ def test_the_yardstick_is_the_small_model_in_a_larger_shape() -> None:
     torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("part", ["passes", "prefill", "host"])
+@pytest.mark.parametrize("part", ["passes", "prefill", "host", "batches"])
 def test_figures_of_a_gpu_can_be_taken_of_a_small_model(part: str) -> None:
     from benchmarks.gpu.run import PARTS
     from benchmarks.gpu.subject import Subject
