@@ -1,19 +1,15 @@
 """The checks notice when a kernel is wrong: each mutation of the device's source must fail one of them.
 
-As test_mutations, and with the mutated text in a file: Triton reads a kernel's source from there.
+As test_mutations, and with the mutated source in a file: Triton reads a kernel's source from there.
 """
-
-import importlib
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paceline.verify import Nodes, SamplingMetadata, process, verify
 from tests.helpers.enumeration import chains
+from tests.helpers.mutants import Mutation, mutant
 from tests.verify import device
-from tests.verify.test_mutations import FOLDER, fresh
 from tests.verify.test_sampled import sampled_batch
 
 # Kernels must give the host's verdicts on these; the host's own rules are enumerated.
@@ -21,115 +17,95 @@ BATCHES = {
     "block": sampled_batch(150, [chains(2)] * 150),
     "walk": sampled_batch(150, [[-1, -1, 0]] * 150),
 }
-
-
+RATIO = "tl.minimum(a * tl.load(chains.ratio + row * chains.width + node, more, 0.0), 1.0)"
+SCALED = "inverse(tl.load(p.total + row, live, 1.0).to(DTYPE), DTYPE)[:, None]"
+HELD = "_held(held, row, live, splits, way + 1, SPLITS)"
+SAME = ("block", "_stop", "coin <= keep.to(tl.float64)", "coin <= keep.to(tl.float64)", "block")
 MUTATIONS = {
     # p
-    "p that does not sum to one": (
-        "tiles",
-        "    return weight * inverse(",
-        "    return weight + 0 * inverse(",
-        "block",
+    "p that does not sum to one": ("tiles", "probability", f"weight * {SCALED}", f"weight + 0 * {SCALED}", "block"),
+    "a coin that is not scaled to the sum": ("tiles", "find_split", "coin * tl.max(ends, 1)", "coin", "walk"),
+    "the wrong side of the coin": (
+        "tiles", "first_with_weight", "ends <= point[:, None]", "ends > point[:, None]", "walk"
     ),
-    "a coin that is not scaled to the sum": ("tiles", "coin * tl.max(ends, 1)", "coin", "walk"),
-    "the wrong side of the coin": ("tiles", "(ends <= point[:, None])", "(ends > point[:, None])", "walk"),
     "another p": (
-        "target_distribution",
-        "tl.sum(weight.to(tl.float64), 1)",
-        "tl.sum(weight.to(tl.float64) + 1.0, 1)",
-        "walk",
+        "target_distribution", "_weigh", "weight.to(tl.float64)", "weight.to(tl.float64) + 1.0", "walk"
     ),
-    "the last token kept is not": ("tiles", "key_of(logit, DTYPE) <= cut", "key_of(logit, DTYPE) < cut", "filters"),
-    "one token too many": ("cut", ">= enough) |", "> enough) |", "filters"),
-    "no temperature": ("tiles", "    if p.scale is not None:", "    if p.stride is None:", "filters"),
+    "the last token kept is not": (
+        "tiles", "kept", "key_of(logit, DTYPE) <= cut", "key_of(logit, DTYPE) < cut", "filters"
+    ),
+    "one token too many": ("cut", "_narrow", f"{HELD} >= enough", f"{HELD} > enough", "filters"),
+    "no temperature": ("tiles", "tempered", "p.scale is not None", "p.stride is None", "filters"),
     # the walk
-    "walk coins of the last step": ("walk", "Lane.WALK, key, committed,", "Lane.WALK, key, 0 * committed,", "walk"),
-    "follows what was not drawn": ("walk", "used & (token == tl.load(drawn", "used & (token != tl.load(drawn", "walk"),
+    "walk coins of the last step": (
+        "walk", "draw_tokens", "source(Lane.WALK, key, committed, nodes.node)",
+        "source(Lane.WALK, key, 0 * committed, nodes.node)", "walk",
+    ),
+    "follows what was not drawn": (
+        "walk", "_walk", "token == tl.load(drawn + here, used, -2)", "token != tl.load(drawn + here, used, -2)", "walk"
+    ),
     "follows a child of another": (
-        "walk",
-        "agrees & (above == at[:, None])",
-        "agrees & (above >= at[:, None])",
-        "walk",
+        "walk", "_walk", "agrees & (above == at[:, None])", "agrees & (above >= at[:, None])", "walk"
     ),
     # chains
     "q over p": (
-        "sampled",
-        "divide(p, tl.where(q > 0, q, 1.0), DTYPE)",
-        "divide(q, tl.where(p > 0, p, 1.0), DTYPE)",
-        "block",
+        "sampled", "likelihood_ratio", "divide(p, tl.where(q > 0, q, 1.0), DTYPE)",
+        "divide(q, tl.where(p > 0, p, 1.0), DTYPE)", "block",
     ),
-    "block rule the wrong way round": ("block", "coin <= keep.to", "coin > keep.to", "block"),
+    "block rule the wrong way round": (
+        "block", "_stop", "coin <= keep.to(tl.float64)", "coin > keep.to(tl.float64)", "block"
+    ),
     "acceptance without its normalisation": (
-        "block",
-        "divide(surplus, tl.where(total > 0, total, 1.0), DTYPE), a)",
-        "surplus, a)",
-        "block",
+        "block", "kept_share", "divide(surplus, tl.where(total > 0, total, 1.0), DTYPE)", "surplus", "block"
     ),
-    "scales that stay one": (
-        "block",
-        "a = tl.minimum(a * tl.load(chains.ratio",
-        "a = 1 + 0 * tl.minimum(a * tl.load(chains.ratio",
-        "block",
-    ),
-    "the excess of another scale": (
-        "block",
-        "positive(a * target - drafter).to",
-        "positive(target - drafter).to",
-        "block",
-    ),
-    "p for the residual": ("sampled", "tl.where(share > 0, positive", "tl.where(share < 0, positive", "block"),
+    "scales that stay one": ("block", "_scale", RATIO, f"1 + 0 * {RATIO}", "block"),
+    "the excess of another scale": ("block", "_excess", "a * target", "target", "block"),
+    "p for the residual": ("sampled", "last_weights", "share > 0", "share < 0", "block"),
     "residual coins of the last step": (
-        "recover",
-        "draws.committed, chains.stop",
-        "0 * draws.committed, chains.stop",
-        "block",
+        "recover", "recover", "source(Lane.RESIDUAL, draws.key, draws.committed, chains.stop - 1)",
+        "source(Lane.RESIDUAL, draws.key, 0 * draws.committed, chains.stop - 1)", "block",
     ),
-}
+}  # fmt: skip
 
 
-def mutant(folder, stem, old, new):
-    """The package with one text of one kernel file replaced, every tensor sent to its kernels."""
-    path = FOLDER / "verify" / "cuda" / f"{stem}.py"
-    text = path.read_text()
-    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
-    changed = folder / path.name
-    changed.write_text(text.replace(old, new))
-    with fresh(f"paceline.verify.cuda.{stem}", changed, changed.read_text()):
-        package = importlib.import_module("paceline.verify")
-        kernels = device.served(importlib.import_module("paceline.verify.cuda.kernels"))
-        sys.modules["paceline.verify.dispatch"].kernels = lambda tensor: kernels
-        return SimpleNamespace(verify=package, rng=sys.modules["paceline.core.rng"], kernels=kernels)
+def kernel_mutant(folder, stem, *mutation):
+    """Return the package with a mutation of one kernel file, every tensor sent to its kernels."""
+    code = mutant(Mutation(f"verify.cuda.{stem}", *mutation), folder / f"{stem}.py")
+    served = device.served(code.kernels)
+    code.dispatch.kernels = lambda tensor: served
+    return code
 
 
 def check_filters(code):
     """What a mutant's kernels leave of a few rows is what the host leaves."""
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(6))
     metadata = SamplingMetadata(temperature=torch.tensor([0.7, 1.0, 1.3, 1.0]), top_k=torch.tensor([2, 0, 3, 1]))
-    assert torch.equal(code.process(logits, metadata, Nodes.roots(4)), process(logits, metadata, Nodes.roots(4)))
+    kernels = device.served(code.kernels)
+    assert torch.equal(kernels.process(logits, metadata, Nodes.roots(4)), process(logits, metadata, Nodes.roots(4)))
 
 
-def run_check(by, code):
-    if by == "filters":
-        check_filters(code.kernels)
+def run_check(name, code):
+    if name == "filters":
+        check_filters(code)
         return
-    given = BATCHES[by]
-    host, there = verify(*given, max_depth=2), code.verify.verify(*given, max_depth=2)
+    step = BATCHES[name]
+    host, kernels = verify(*step, max_depth=2), code.verify.verify(*step, max_depth=2)
     assert host.num_accepted.unique().numel() > 1
-    for name in ("tokens", "num_accepted", "path", "kinds"):
-        assert torch.equal(getattr(host, name), getattr(there, name)), name
+    for part in ("tokens", "num_accepted", "path", "kinds"):
+        assert torch.equal(getattr(host, part), getattr(kernels, part)), part
 
 
 @pytest.mark.usefixtures("kernels_alone")
 def test_a_copy_without_a_mutation_passes(tmp_path):
-    same = mutant(tmp_path, "block", "coin <= keep.to", "coin <= keep.to")
-    for by in (*BATCHES, "filters"):
-        run_check(by, same)
+    same = kernel_mutant(tmp_path, *SAME)
+    for name in (*BATCHES, "filters"):
+        run_check(name, same)
 
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_noticed(name, tmp_path):
-    stem, old, new, by = MUTATIONS[name]
-    changed = mutant(tmp_path, stem, old, new)
+    mutation = MUTATIONS[name]
+    changed = kernel_mutant(tmp_path, *mutation)
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
-        run_check(by, changed)
+        run_check(mutation[-1], changed)
