@@ -19,6 +19,27 @@ from paceline.platform.launch import release, wait
 
 
 @triton.jit
+def last_block(
+    high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head, log2_scale,
+    DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys that not all rows of the tile see whole."""
+    key = block * KEYS + tl.arange(0, KEYS)
+    there = key < last
+    page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+    if WIDE:
+        page = page.to(tl.int64)
+    at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
+    visible = key[None, :] < end[:, None]
+    if WINDOW > 0:
+        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+    return one_block(
+        high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
+    )
+
+
+@triton.jit
 def walk(
     q_row, position, end, used, first_block, last, table, queries, k_cache, v_cache, out, kv_head, log2_scale,
     DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -29,18 +50,10 @@ def walk(
     whole_high, whole_total, whole_values = empty
     high, total, values = empty
     for block in range(first_block, tl.cdiv(last, KEYS)):
-        key = block * KEYS + tl.arange(0, KEYS)
-        there = key < last
-        page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
-        if WIDE:
-            page = page.to(tl.int64)
-        at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
-        visible = key[None, :] < end[:, None]
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        high, total, values = one_block(
-            high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
-        )
+        high, total, values = last_block(
+            high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head, log2_scale,
+            DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE,
+        )  # fmt: skip
         if first_of(chunk_of(block, EARLY, CHUNK) + 1, EARLY, CHUNK) == block + 1:
             whole_high, whole_total, whole_values = fold_tiles(
                 whole_high, whole_total, whole_values, high, total, values
@@ -127,18 +140,10 @@ def attend_shared(
                     high, total, values, queries, k_cache, v_cache, at, None, None, log2_scale, DIM, PADDED, PARTS
                 )
             for block in tl.range(tl.maximum(first_block, full), end_block, num_stages=LAST_STAGES):
-                key = block * KEYS + tl.arange(0, KEYS)
-                there = key < last
-                page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
-                if WIDE:
-                    page = page.to(tl.int64)
-                at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
-                visible = key[None, :] < end[:, None]
-                if WINDOW > 0:
-                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
-                high, total, values = one_block(
-                    high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
-                )
+                high, total, values = last_block(
+                    high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head, log2_scale,
+                    DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE,
+                )  # fmt: skip
             if DIRECT:
                 one = num_units <= first_unit + 1
                 top, keep, add = levels(whole_high, high)
