@@ -84,7 +84,7 @@ def test_an_avoided_amx_trap_is_reported(empty_cache, monkeypatch, capsys) -> No
 
 
 def test_little_memory_is_reported(empty_cache, monkeypatch, capsys) -> None:
-    little = machine.Memory(total=2 << 30, available=300_000_000)
+    little = machine.MachineMemory(total=2 << 30, available=300_000_000)
     monkeypatch.setattr(machine, "memory", lambda: little)
     assert "only 300 MB of memory is free" in examined(capsys)[1]
 

@@ -1,8 +1,8 @@
-"""Reads GGUF files: metadata, tensor table, and tensors turned back into floats.
+"""GGUF files: metadata, tensor table, and tensors dequantised to floats.
 
 The header is parsed here (the gguf package takes seconds per vocabulary) and checked against the file's size, so a
-truncated file is noticed before anything is computed from it. Dequantisation is the gguf package's, imported at one
-seam.
+truncated file is refused before anything is computed from it. The gguf package dequantises; `import_gguf` alone imports
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_DIMS = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is in torch's order: rows first (GGUF stores it the other way round)."""
+    """The place of a tensor. `shape` has rows first, as torch; a file has them last."""
 
     shape: tuple[int, ...]
     type_id: int
@@ -103,17 +103,17 @@ class GGUFFile:
         return TensorInfo(shape=shape, type_id=kind, offset=offset, nbytes=nbytes)
 
     def type_name(self, name: str) -> str:
-        """How the tensor is stored: F16, Q4_K, ..."""
+        """Return the name of the tensor's type: F16, Q4_K, ..."""
         return str(self._gguf.GGMLQuantizationType(self.tensors[name].type_id).name)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes as stored (no copy): (..., bytes of a row)."""
+        """Return the tensor's bytes, not copied: (..., bytes of a row)."""
         info = self.tensors[name]
         data = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
         return data.reshape(*info.shape[:-1], -1)
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor's values: float16 and float32 as stored (no copy), everything else dequantised to float32."""
+        """Return the tensor's values: float16 and float32 not copied, all others dequantised to float32."""
         info = self.tensors[name]
         kind = self._gguf.GGMLQuantizationType(info.type_id)
         types = self._gguf.GGMLQuantizationType
@@ -172,7 +172,7 @@ def _scalar(kind: int) -> str:
 
 
 def import_gguf() -> Any:
-    """The gguf package, or an error that says how to get it."""
+    """Import the gguf package, or raise an error that says how to get it."""
     try:
         import gguf
         import gguf.quants

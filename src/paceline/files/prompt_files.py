@@ -1,4 +1,5 @@
-"""Files that users give, of prompts or of training data: text, or lines of JSON objects, each in one of several forms.
+"""Files of prompts or of training data: text, or lines of JSON objects, each in one of several forms.
+
 `field` names the option in errors, and `origin` the line. No torch.
 """
 
@@ -16,7 +17,7 @@ JSONL = (".jsonl", ".json", ".ndjson")
 
 
 def read_file(path: Path, field: str) -> tuple[str, bool]:
-    """The text, and whether its lines are JSON."""
+    """Return the text, and whether its lines are JSON."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -28,13 +29,13 @@ def read_file(path: Path, field: str) -> tuple[str, bool]:
 
 
 def numbered_lines(text: str) -> list[tuple[int, str]]:
-    """Those that are not empty, counted from 1."""
+    """Return the lines that are not empty, with their numbers from 1."""
     lines = re.split(r"\r\n|\n|\r", text)  # not splitlines: JSON strings may hold other line ends as they are
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def read_object(line: str, forms: Iterable[str], field: str, origin: str) -> tuple[str, dict[str, Any]]:
-    """The form of the line, which is the one of these keys that it has, and the whole object."""
+    """Return the form of a line, which is its only key among `forms`, and the whole object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

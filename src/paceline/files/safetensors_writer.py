@@ -35,7 +35,7 @@ def write_tensors(
     written: Callable[[int, int], None],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """`tensors` come in the order of `headers`; `written` is told bytes so far and bytes in all."""
+    """Write `tensors`, which come in the order of `headers`; `written` is called with the bytes so far and in all."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, (dtype, shape) in headers.items():

@@ -29,12 +29,12 @@ from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 # Taps: i in 0..num_layers is the residual stream entering layer i (num_layers: leaving the last one), FINAL the hidden
 # state after the final norm, which is the head's input.
 FINAL = -1
-LEAST_POSITIONS = 4096  # of the rotary tables
-NUMBERS = (torch.float32, torch.bfloat16, torch.float16)  # that native code embeds
+LEAST_POSITIONS = 4096  # positions of the smallest rotary tables
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that native code embeds
 
 
 class Model(Protocol):
-    """What the engine needs of a target."""
+    """A model as the engine and drafters use it."""
 
     config: ModelConfig
     kv_specs: tuple[KVSpec, ...]
@@ -45,15 +45,15 @@ class Model(Protocol):
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        """`tokens` may be on the host or on the device, `plan` and `logit_rows` (ascending) are on the host.
+        """Run a pass. `tokens` are on the host or on the device, `plan` and `logit_rows` (ascending) on the host.
 
-        Logits and taps are valid until the next pass: copy them to keep them longer.
+        Logits and taps are valid until the next pass.
         """
 
     def prepare(
         self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[PassShape]
     ) -> bool:
-        """Compile and capture passes of these shapes beforehand; False where nothing needs it. Writes no cache slot."""
+        """Compile and capture passes of these shapes, without a write to the cache; False where none is needed."""
 
     def pass_chain(self, caches: Sequence[LayerCache], block_size: int) -> PassChain | None:
         """Return chains of passes without the host between them; None where passes are not captured."""
@@ -105,6 +105,8 @@ class _Packing:
 
 
 class Decoder:
+    """A model's weights in the layout of its kernels, and its passes."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -141,8 +143,10 @@ class Decoder:
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        """`tokens`: (M,), or instead (M, H) hidden states that enter the first layer and are not overwritten.
-        `logit_rows`: int64, ascending."""
+        """Run a pass of (M,) tokens or of (M, H) hidden states that enter the first layer and are not overwritten.
+
+        `logit_rows`: int64, ascending.
+        """
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
         chosen = None if logit_rows.shape[0] == tokens.shape[0] else logit_rows
@@ -170,7 +174,7 @@ class Decoder:
 
     @property
     def logits_buffer(self) -> Tensor:
-        """The whole buffer into which captured passes write their logits, once they are prepared."""
+        """Return the whole buffer that captured passes write their logits to, once they are prepared."""
         assert self.graphs is not None
         return self.graphs.logits
 
@@ -185,7 +189,7 @@ class Decoder:
             return chain if chain.warmup() else None
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """A new (M, H) for `run` to overwrite: embeddings of (M,) tokens, or a copy of (M, H) hidden states."""
+        """Return a new (M, H) for `run` to overwrite: embeddings of (M,) tokens, or a copy of (M, H) hidden states."""
         if inputs.dim() == 2:
             return inputs.to(self.dtypes.compute, copy=True)
         embedded: Tensor = self.embedding[inputs]
@@ -201,8 +205,10 @@ class Decoder:
         out: Tensor | None = None,
         out_taps: Tensor | None = None,
     ) -> ModelOutput:
-        """The pass itself, everything on the device: from `residual` (M, H), which it overwrites, to the logits of all
-        rows or the chosen ones, in `out` where given, and tap j of row m in `out_taps[m, j]` where given."""
+        """Run the layers and the head on the device, from `residual` (M, H), which is overwritten.
+
+        Logits are of `logit_rows` (None: all) and are written to `out`, tap j of row m to `out_taps[m, j]`, if given.
+        """
         assert len(set(taps)) == len(taps), "taps must not repeat"
         stack = self.stack(caches, plan.max_len)
         if taps and out_taps is None:
@@ -230,9 +236,9 @@ class Decoder:
         return ModelOutput(self.kernels.logits(rows, self.head, out), out_taps)
 
     def shape(self, length: int) -> StackParams:
-        """With rotary tables for at least `length` positions, as far as the model's context goes.
+        """Return the parameters of the layers, with rotary tables for `length` positions or the model's context.
 
-        They grow with the passes: a config may promise 10**8 positions, which no cache holds.
+        The tables grow with the passes: a config may promise 10**8 positions, which no cache holds.
         """
         config = self.config
         length = min(length, config.max_positions)
@@ -243,8 +249,8 @@ class Decoder:
         return self._shape
 
     def stack(self, caches: Sequence[LayerCache], length: int) -> Stack:
-        """Layers, caches and rotary tables are bound once, and again when the caches change or the tables grow, but
-        never once passes are captured: a graph points into them."""
+        """Return layers bound to caches and rotary tables; bound again when the caches change or the tables grow,
+        but never once passes are captured: a graph points into them."""
         shape = self.shape(caches[0].k.shape[0] if self.graphs is not None else length)
         stack, bound = self._stack
         if stack is None or stack.caches is not caches or shape is not bound:
@@ -253,7 +259,7 @@ class Decoder:
         return stack
 
     def _stops(self, taps: Sequence[int]) -> list[int]:
-        """Layers before which the run stops to read the residual stream; the last entry is the end of the run."""
+        """Return the layers before which the run stops to read the residual stream, and the end of the run."""
         return sorted({tap for tap in taps if tap != FINAL} | {self.config.num_layers})
 
     def _norm(self, added: Tensor | None, residual: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Passes captured once by shape and replayed: a step is one copy to the device and one launch.
+"""Passes captured once for each shape and replayed: a step is one copy to the device and one launch.
 
 A pass is padded to a bucket of (rows, tiles, path, logits). Everything that changes from pass to pass lies in one
-packed int32 buffer of the bucket: filled in pinned memory, copied in one go, read by the kernels through fixed views.
+packed int32 buffer of the bucket: filled in pinned memory, copied as a whole, read by the kernels through fixed views.
 Padding rows write to no cache slot and belong to no tile, so they change no other row's bits. The first pass with a new
-set of kernels runs eagerly, which compiles them; after that a bucket is captured when it first occurs.
+set of kernels runs eagerly, which compiles them; from then on a bucket is captured when it first occurs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
 
 log = logging.getLogger("paceline")
-MAX_GRAPHS = 384  # about twice what start-up captures (test_warmup.py); the least recently used is dropped
-KNOWN = 256  # assignments of rows to sequences whose tiles are cached: the steps of a few answers
-SEQUENCES = 512  # initial capacity of a bucket in block tables, if it has that many rows
+MAX_GRAPHS = 384  # graphs, about twice those of start-up (test_warmup.py); the least recently used is dropped
+KNOWN = 256  # assignments of rows to sequences with cached tiles: the steps of a few answers
+SEQUENCES = 512  # block tables for which a bucket has capacity at first, at most its rows
 SEQUENCE, REACH = ROW_FIELDS.index("sequence"), ROW_FIELDS.index("reach")
-ALIGNED = 4  # ints: every view starts at 16 bytes, for vector loads
+ALIGNED = 4  # ints; every view starts at a multiple of 16 bytes, for vector loads
 
 
 class Placed:
@@ -45,7 +45,7 @@ class Placed:
     def __init__(
         self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int, table_ints: int
     ) -> None:
-        """`table_ints`: of the block tables of the pass it is made for, which later ones rarely exceed."""
+        """Allocate the buffers. `table_ints`: size of the first pass's block tables, which later ones rarely exceed."""
         from paceline.models.backends.cuda.attention.division import HEADER, Division, Work
 
         self.bucket = bucket
@@ -91,7 +91,7 @@ class Placed:
         )
 
     def fill(self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging) -> None:
-        """One packed copy of the whole pass; tokens and hidden states that are on the device already stay there."""
+        """Copy the whole pass to the device as one buffer; tokens and hidden states on the device stay there."""
         buffer, (each, path, tables, known) = staging.buffer(self.size), plan.host
         stage = self._stages.get(buffer.turn)
         if stage is None or stage.ints is not buffer.ints:
@@ -148,7 +148,7 @@ class _StagingViews:
 
 
 class PassGraphs:
-    """`decoder.run` by bucket. One pass at a time: its logits and taps are valid until the next."""
+    """Graphs of `decoder.run` by bucket. Logits and taps of a pass are valid until the next one."""
 
     def __init__(self, decoder: Decoder, *, capture: bool = True) -> None:
         self._decoder, self.capture = decoder, capture
@@ -191,7 +191,7 @@ class PassGraphs:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Graphs captured inside do not count as late."""
+        """Do not count graphs that are captured in the block as late."""
         self._starting = True
         try:
             yield
@@ -241,8 +241,8 @@ class PassGraphs:
                 self.compute(placed)
 
     def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...], from_hidden: bool) -> tuple[Bucket, Any]:
-        """The bucket, and first row and number of rows of each tile. Cached by the assignment of rows to sequences,
-        which mostly stays from step to step."""
+        """Return the bucket, and first row and number of rows of each tile; cached by the assignment of rows to
+        sequences, which rarely changes between steps."""
         sequence = plan.each[SEQUENCE]
         key = sequence.tobytes(), plan.path.shape[1], wanted, taps, from_hidden
         known = self._known.get(key)
@@ -252,8 +252,8 @@ class PassGraphs:
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
             rows = plan.each.shape[1]
-            # Compare unpadded numbers: padded ones may be equal although not every row has logits. Where none is
-            # wanted, as of a prompt that goes on, one row has them: a head over all rows is slow, its buffer large.
+            # Unpadded numbers: padded ones may be equal although not every row has logits. Where no row needs them, as
+            # in a prompt that goes on, one row has them: a head over all rows is slow, and its buffer large.
             logits = 0 if wanted == rows else up(max(wanted, 1))
             if len(self._known) == KNOWN:
                 self._known.clear()
@@ -270,7 +270,7 @@ class PassGraphs:
         taps: tuple[int, ...],
         from_hidden: bool,
     ) -> tuple[Placed, Any]:
-        """The pass of its bucket, and its tiles."""
+        """Return the pass of the plan's bucket, and its tiles."""
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
@@ -291,7 +291,7 @@ class PassGraphs:
 
     @property
     def logits(self) -> Tensor:
-        """The buffer into which all passes write their logits; replaced only for a pass larger than any before."""
+        """Return the buffer that all passes write their logits to; only a larger pass than any before replaces it."""
         assert self._logits is not None, "no pass was prepared"
         return self._logits
 
@@ -300,11 +300,11 @@ class PassGraphs:
         return self._decoder.device
 
     def is_warm(self, placed: Placed) -> bool:
-        """The pass will not be captured first."""
+        """Return whether the pass runs without being captured first."""
         return placed.graph is not None or not self.capture
 
     def run(self, placed: Placed) -> ModelOutput:
-        """The output of the bucket, padding included."""
+        """Run the bucket; return its output, padding included."""
         if placed.graph is None and placed.kernels in self._compiled and self._captures:
             self._capture(placed)
         if placed.graph is not None:
@@ -317,7 +317,7 @@ class PassGraphs:
         return output
 
     def compute(self, placed: Placed) -> ModelOutput:
-        """The launches of a placed pass; a drafter captures them together with its own."""
+        """Launch a placed pass; a drafter captures these launches together with its own."""
         assert self._caches is not None
         bucket = placed.bucket
         out, out_taps = self._logits_buffer(bucket.logits or bucket.rows), self._taps_buffer(bucket)
@@ -339,11 +339,11 @@ class PassGraphs:
         return torch.cuda.memory_reserved() if self._decoder.device.type == "cuda" else 0
 
     def launched(self) -> None:
-        """The pass placed last was launched, as part of a capture that is not of this class."""
+        """Record that the pass placed last was launched in a capture of another class."""
         self._staging.mark()
 
     def scratch(self) -> list[Tensor]:
-        """Tensors that captured passes point into."""
+        """Return the tensors that captured passes point into."""
         workspace: Any = getattr(self._decoder.kernels, "workspace", None)
         return [] if workspace is None else workspace.tensors
 
@@ -354,7 +354,7 @@ class PassGraphs:
         return self._logits[:rows]
 
     def _taps_buffer(self, bucket: Bucket) -> Tensor | None:
-        """(rows, T, H)."""
+        """Return the buffer of taps, (rows, T, H)."""
         if not bucket.taps:
             return None
         shape = bucket.rows, len(bucket.taps), self._decoder.config.hidden_size

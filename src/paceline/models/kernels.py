@@ -1,4 +1,4 @@
-"""The hardware seam: the operations a decoder is made of. No code above this file depends on the kind of device.
+"""The interface of kernels: the operations of a decoder. No code above this file depends on the kind of device.
 
 `TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) and `TritonKernels` (CUDA) keep one order of
 summation for every row, so a row's bits do not depend on the other rows of its pass, and read weights at memory speed.
@@ -46,7 +46,7 @@ class Layer:
 
 
 class RopeArgs(NamedTuple):
-    """How q and k of a layer are rotated. Halves of a head are a pair: (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """The rotation of q and k in a layer. Halves of a head are a pair: (x1 cos - x2 sin, x2 cos + x1 sin)."""
 
     cos: Tensor  # (num_positions, D / 2), fp32
     sin: Tensor
@@ -57,7 +57,7 @@ class RopeArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class StackParams:
-    """What the layers of one model share."""
+    """Parameters that the layers of a model share."""
 
     cos: Tensor  # (max_positions, D / 2) fp32
     sin: Tensor
@@ -75,50 +75,53 @@ class Stack(Protocol):
     caches: Sequence[LayerCache]
 
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
-        """Layers [first, last): `added` is the output of the layer before, not yet in `residual` (None before layer 0).
+        """Run layers [first, last). `added`: output of the layer before, not yet in `residual`; None before layer 0.
 
         `residual` is updated in place; the last layer's output, not yet added to it, is returned.
         """
 
 
 class Kernels(Protocol):
+    """The operations of a decoder on one kind of device."""
+
     name: str
-    exact: bool  # a row's result has the same bits whatever rows share the pass
+    exact: bool  # the bits of a row do not depend on the other rows of its pass
     captures: bool  # a pass may be captured as a graph and replayed
     torch_threads: int | None  # threads for torch's own operations beside these kernels; None: unchanged
-    keeps_codes: bool  # quantised weights stay codes or blocks in memory, where the layout fits; else all are expanded
-    activations: str  # what enters products with blocks: float32, or int8 in blocks of 32 with a scale
+    keeps_codes: bool  # quantised weights stay codes or blocks in memory where the layout fits; False: all are expanded
+    activations: str  # dtype of activations in products with blocks: float32, or int8 in blocks of 32 with a scale
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Packed:
-        """Lay out a (N, K) weight, once, at load; widened where these kernels cannot compute with its kind.
+        """Lay out a (N, K) weight at load; it is widened where these kernels cannot compute with its kind.
 
-        Several weights are one product: their rows one after the other, whatever their kinds."""
+        Several weights of any kinds are one product, their rows one after the other.
+        """
 
     def embedding(self, weight: StoredWeight, packed: Packed | None) -> Any:
-        """What maps (M,) token ids to (M, H) by indexing; `packed` is the same weight where the head is tied to it."""
+        """Return an object that maps (M,) token ids to (M, H) by indexing; `packed`: this weight as a tied head."""
 
     def linear(self, x: Tensor, weight: Packed) -> Tensor:
-        """(M, K) -> (M, N), in the activation dtype."""
+        """Multiply (M, K) -> (M, N), in the activation dtype."""
 
     def logits(self, x: Tensor, weight: Packed, out: Tensor | None = None) -> Tensor:
-        """(M, K) -> (M, V) in fp32, into `out` where it is given."""
+        """Multiply (M, K) -> (M, V) in fp32, into `out` if given."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """(M, H) -> (M, H)."""
+        """Normalise (M, H) -> (M, H)."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns rms_norm(residual)."""
+        """Add x to the residual in place; return rms_norm(residual)."""
 
     def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         """Norm and rotate q and k of (M, (Hq + 2 Hkv) * D), which may be overwritten; write k and v to plan.slots
         except -1; return q as (M, Hq, D)."""
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
-        """(M, Hq, D) -> (M, Hq * D). A row at position t sees keys [max(0, t - window + 1), reach), [0, reach) without
-        window."""
+        """Attend (M, Hq, D) -> (M, Hq * D). A row at position t sees keys [max(0, t - window + 1), reach), or without a
+        window [0, reach)."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """(M, 2 I) -> (M, I): silu(first half) * second half."""
+        """Compute (M, 2 I) -> (M, I): silu(first half) * second half."""
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         """Bind a model's layers to their caches. `LayerByLayer` is the default implementation."""
@@ -181,7 +184,7 @@ def _kernels_for(device: torch.device, threads: int | None, activations: str) ->
 
 
 class SlowKernels(NamedTuple):
-    """Why the torch kernels serve, and what to do about it."""
+    """The reason for torch's kernels, and the remedy."""
 
     reason: str
     advice: str
@@ -194,7 +197,7 @@ class SlowKernels(NamedTuple):
 
 
 def why_slow(kernels: Kernels, device: torch.device) -> SlowKernels | None:
-    """None where kernels made for the device serve."""
+    """Return why torch's kernels serve; None where kernels made for the device do."""
     if kernels.name != "torch":
         return None
     if os.environ.get("PACELINE_KERNELS", "") == "torch":
@@ -231,7 +234,7 @@ def _for_gpu(choice: str, device: torch.device) -> Kernels | None:
 
 
 def draw_of(device: torch.device) -> Callable[[Tensor], Callable[..., int | None] | None] | None:
-    """The native function that draws one token from a row of logits, for `verify.host`; None where there is none."""
+    """Return the native function that draws a token from a row of logits, for `verify.host`; None without one."""
     if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
         return None
     from paceline.models.backends.cpu.kernels import native_draw

@@ -30,11 +30,15 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class LayerCache:
+    """K and V of one layer."""
+
     k: Tensor  # (num_slots, num_kv_heads, head_dim)
     v: Tensor
 
 
 class KVCache:
+    """K and V of all layers, in blocks."""
+
     def __init__(
         self, specs: Sequence[KVSpec], *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -73,7 +77,7 @@ class KVCache:
 
 
 def _moves(nodes: Ints, path: Ints) -> tuple[Tensor, Tensor]:
-    """Slots of accepted nodes that do not lie at their position yet, and the slots of those positions."""
+    """Return the slots of accepted nodes that are not at their position yet, and the slots of those positions."""
     path, slots = path[nodes[:, 0]], nodes[:, 1:]
     tree, depth = np.nonzero(path > np.arange(path.shape[1]))
     return torch.from_numpy(slots[tree, path[tree, depth]]), torch.from_numpy(slots[tree, depth])

@@ -46,7 +46,7 @@ class PassChain:
     def __init__(self, graphs: PassGraphs, config: ModelConfig, caches: Sequence[LayerCache], block_size: int) -> None:
         self._graphs, self._caches, self._block_size = graphs, caches, block_size
         self._most_positions = config.max_positions
-        self.time_is_typical = True  # every pass of the last draft had a shape that occurred before
+        self.time_is_typical = True  # False: a pass of the last draft was the first of its shape
 
     def draft(
         self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None, sample: SampleTokens | None = None
@@ -100,7 +100,7 @@ class PassChain:
         return True
 
     def _reading(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
-        """READ rows for each sequence; tokens whose K/V are in the cache are computed again and not written."""
+        """Plan READ rows for each sequence; tokens whose K/V are in the cache are computed again and not written."""
         owners = torch.arange(len(rows)).repeat_interleave(READ)
         tokens = torch.tensor([token for row in rows for token in row.tokens])
         positions = torch.tensor([row.start + at for row in rows for at in range(READ)])
@@ -109,7 +109,7 @@ class PassChain:
         return tokens, PassPlan.in_order(positions, slots, owners, tables, self._block_size, longest)
 
     def _one_each(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
-        """One row for each sequence, to be filled in on the device; attention's work is dealt by about its length."""
+        """Plan one row for each sequence, filled in on the device; its estimated length divides attention's work."""
         nothing = torch.zeros(len(rows), dtype=torch.int64)
         about = torch.tensor([row.start + len(row.tokens) for row in rows])
         owners = torch.arange(len(rows))

@@ -14,7 +14,7 @@ from paceline.models.spec import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, (length, head_dim / 2) in fp32: products in fp32, as every implementation of these models does."""
+    """Return cos and sin, (length, head_dim / 2), from products in fp32 as in every implementation of these models."""
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "linear":
         inverse = inverse / rope.factor
@@ -30,7 +30,7 @@ def rope_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.devi
 
 
 def _llama3_frequencies(inverse: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Slow long waves by `factor`, keep short ones, interpolate those between."""
     wavelength = 2 * math.pi / inverse
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -43,11 +43,11 @@ def _llama3_frequencies(inverse: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn_frequencies(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Pairs that turn more than `beta_fast` times within the original context are kept, those that turn less than
-    `beta_slow` times are slowed by `factor`, those between are mixed by a ramp over the dimensions."""
+    """Keep pairs that turn more than `beta_fast` times in the original context, slow those of less than `beta_slow`
+    turns by `factor`, and mix those between by a ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
-        """Where a pair turns so many times within the original context."""
+        """Return the dimension whose pair turns `turns` times in the original context."""
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

@@ -15,15 +15,15 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    beta_fast: float = 32.0  # yarn, as all below
+    beta_fast: float = 32.0  # this and the fields below: yarn only
     beta_slow: float = 1.0
     truncate: bool = True
-    attention_factor: float = 1.0  # of cos and sin
+    attention_factor: float = 1.0  # factor of cos and sin
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder needs to know; one decoder serves every architecture through these fields."""
+    """Sizes and options of a model; one decoder serves every architecture through these fields."""
 
     architecture: str  # llama | mistral | qwen2 | qwen3
     vocab_size: int

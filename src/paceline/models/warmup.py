@@ -16,19 +16,21 @@ from torch import Tensor
 from paceline.models.buckets import PATHS, STEPS, TILES, up
 from paceline.models.plan import PassPlan
 
-FEW, APART = 64, 8  # decodes beside a long prompt: any number below this, from there one in so many
-CHAIN = 64  # rows of a single sequence
-LAG = 8  # tokens a draft model has to read of a sequence for which another method drafted
-TREES = 512  # rows of a pass with trees: attention keeps partial results of each row
-JOINING = 4  # rows of a pass for each sequence, where some read prompts beside others that decode
-PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt, and how many are read together
+FEW, APART = 64, 8  # decodes beside a long prompt: every number below FEW, then every multiple of APART
+CHAIN = 64  # rows; the longest chain of a single sequence
+LAG = 8  # tokens that a draft model reads of a sequence for which another method drafted
+TREES = 512  # rows; the largest pass with trees, since attention keeps partial results of each row
+JOINING = 4  # rows for each sequence; the largest pass in which some sequences read prompts and others decode
+PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt; numbers of prompts that are read together
 
 
 class PassShape(NamedTuple):
+    """The shape of a pass that is run beforehand."""
+
     counts: tuple[int, ...]  # rows of each sequence
     tree: bool = False
-    last: bool = False  # logits of each sequence's last row, not of all
-    unfinished: bool = False  # none of the last sequence, whose prompt goes on
+    last: bool = False  # only the last row of each sequence has logits
+    unfinished: bool = False  # the last sequence has no logits: its prompt goes on
 
     @property
     def rows(self) -> int:
@@ -36,8 +38,8 @@ class PassShape(NamedTuple):
 
 
 def verifying(sequences: int, most_rows: int, nodes: int, tree_nodes: int = 0) -> Iterator[PassShape]:
-    """Passes of a target for up to `sequences` sequences with chains of up to `nodes` drafted nodes each, or trees of
-    as many or of up to `tree_nodes`."""
+    """Yield passes of a target for up to `sequences` sequences with chains of up to `nodes` nodes each, or trees of up
+    to `nodes` or `tree_nodes`."""
     for count in _sizes(sequences, most_rows):
         yield PassShape((1,) * count)
         for rows in _totals(count, min(count * (1 + nodes), most_rows)):
@@ -55,7 +57,7 @@ def verifying(sequences: int, most_rows: int, nodes: int, tree_nodes: int = 0) -
 
 
 def joining(sequences: int, most_rows: int) -> Iterator[PassShape]:
-    """Sequences that decode beside some that read their prompts: in a batch with churn every pass is one."""
+    """Yield passes of sequences that decode beside some that read their prompts, as in a batch with churn."""
     for count in (count for count in TILES if 4 <= count <= sequences):
         for rows in _totals(count + 16, min(JOINING * count, most_rows)):
             for prompts in {1, max(count // 16, 1)}:
@@ -64,14 +66,14 @@ def joining(sequences: int, most_rows: int) -> Iterator[PassShape]:
 
 
 def filled(sequences: int, most_rows: int) -> Iterator[PassShape]:
-    """A long prompt that goes on, alone or beside sequences that decode, and takes what is left of a pass."""
+    """Yield passes that a long prompt fills, alone or beside sequences that decode."""
     most = min(sequences, most_rows)
     for decodes in (*range(min(most, FEW)), *range(FEW, most, APART)):
         yield PassShape((1,) * decodes + (most_rows - decodes,), last=True, unfinished=True)
 
 
 def drafting(sequences: int, most_rows: int) -> Iterator[PassShape]:
-    """Passes of a draft model: the last tokens of each sequence, then a token each, and prompts."""
+    """Yield passes of a draft model: the last tokens of each sequence, then a token each, and prompts."""
     for count in _sizes(sequences, most_rows):
         yield PassShape((1,) * count)
         most = min(LAG * count, most_rows)
@@ -80,7 +82,7 @@ def drafting(sequences: int, most_rows: int) -> Iterator[PassShape]:
 
 
 def reading(sequences: int, most_rows: int) -> Iterator[PassShape]:
-    """Prompts that are read in one pass."""
+    """Yield passes of prompts that are read as a whole."""
     for count in (count for count in PROMPTS if count <= sequences):
         least = 2 if count == 1 else 16 * count  # most of a single prompt may be cached
         for rows in _totals(least, min(PROMPT * count, most_rows)):
@@ -88,20 +90,20 @@ def reading(sequences: int, most_rows: int) -> Iterator[PassShape]:
 
 
 def _sizes(sequences: int, most_rows: int) -> list[int]:
-    """Numbers of sequences: the fewest and the most for each number of tiles."""
+    """Return numbers of sequences: the fewest and the most for each number of tiles."""
     most = min(sequences, most_rows)
     ends = [(below + 1, min(tiles, most)) for below, tiles in zip((0, *TILES), TILES, strict=False)]
     return sorted({count for pair in ends for count in pair if count <= most})
 
 
 def _totals(least: int, most: int) -> list[int]:
-    """Numbers of rows from least to most, one for each padded size."""
+    """Return numbers of rows from least to most, one for each padded size."""
     padded = [rows for rows in STEPS if up(least) <= rows <= up(most)] if least <= most else []
     return [max(min(rows, most), least) for rows in padded]
 
 
 def _spread(count: int, rows: int, most: int) -> list[tuple[int, ...]]:
-    """`rows` rows over `count` sequences: evenly, and with one sequence that has `most` of them."""
+    """Divide `rows` rows among `count` sequences: evenly, and with `most` of them for one sequence."""
     each, more = divmod(rows, count)
     spread = [(each + 1,) * more + (each,) * (count - more)]
     if count > 1 and rows - most >= count - 1 and spread[0][0] < most:
@@ -111,7 +113,7 @@ def _spread(count: int, rows: int, most: int) -> list[tuple[int, ...]]:
 
 
 def warmup_pass(shape: PassShape, block_size: int) -> tuple[Tensor, PassPlan, Tensor]:
-    """Tokens, plan and logit rows of a pass of that shape."""
+    """Return tokens, plan and logit rows of a pass of the shape."""
     counts = torch.tensor(shape.counts)
     zeros = torch.zeros(shape.rows, dtype=torch.int32)
     plan = PassPlan(

@@ -1,8 +1,8 @@
 """Three dtypes, each chosen separately: of stored weights, of the computation, and of the K/V cache.
 
-A checkpoint is read as `StoredWeight`s: numbers, the blocks of codes of a GGUF file, unchanged, or codes beside their
-scales, as quantised Hugging Face checkpoints have them. Kernels pack them once (`Kernels.pack`) into the layout they
-read best, which is a `StoredWeight` again.
+A checkpoint is read as `StoredWeight`s: numbers, the blocks of a GGUF file, or codes beside their scales, as quantised
+Hugging Face checkpoints have them. Kernels pack them once (`Kernels.pack`) into their own layout, which is a
+`StoredWeight` again.
 
 Codes with scales, G groups of K / G neighbouring columns each:
 - FP8: e4m3, one scale for each row (N, 1), which multiplies the row's sum of products: codes enter products exactly.
@@ -24,7 +24,7 @@ from paceline.models.quant.gguf_blocks import LAYOUTS
 
 
 class WeightKind(enum.IntEnum):
-    """The values are native/products.h's `Kind`. Names of the kinds made of blocks are GGUF's, as are their bytes."""
+    """Kinds of stored weights, numbered as `Kind` of native/products.h; blocks have the names and bytes of GGUF."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -52,19 +52,19 @@ class WeightKind(enum.IntEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the stored data: numbers, codes, or the bytes of blocks."""
+        """Return the dtype of the stored data: numbers, codes, or the bytes of blocks."""
         return torch.uint8 if self.is_blocks else _CODES.get(self) or _DTYPES[self]
 
     @property
     def bytes_per_weight(self) -> float:
-        """Scales of codes are not counted: few weights share one, or many."""
+        """Return the bytes of a weight, without the scales of codes."""
         if self is WeightKind.INT4:
             return 0.5
         return BLOCKS[self].bytes / BLOCKS[self].weights if self.is_blocks else self.dtype.itemsize
 
     @property
     def label(self) -> str:
-        """As users write it: bfloat16, q4_1."""
+        """Return the kind as users write it: bfloat16, q4_1."""
         return self.name.lower()
 
     @staticmethod
@@ -94,7 +94,7 @@ class StoredWeight:
 
     @staticmethod
     def of(values: Tensor | StoredWeight) -> StoredWeight:
-        """A plain tensor is stored as it is."""
+        """Wrap a tensor of numbers; a StoredWeight is itself."""
         if isinstance(values, StoredWeight):
             return values
         values = values.detach()
@@ -102,16 +102,18 @@ class StoredWeight:
 
     @staticmethod
     def of_blocks(kind: WeightKind, data: Tensor) -> StoredWeight:
-        """`data`: (N, bytes of a row)."""
+        """Wrap blocks. `data`: (N, bytes of a row)."""
         return StoredWeight(kind, data, (data.shape[0], BLOCKS[kind].weights_in(data.shape[1])))
 
     @staticmethod
     def of_codes(
         kind: WeightKind, data: Tensor, scales: Tensor, *, zeros: Tensor | None = None, offsets: Tensor | None = None
     ) -> StoredWeight:
-        """`data`: (N, K) float8_e4m3fn; (N, K) int8; or (N, K / 2) uint8, codes 0..15 of INT4: column 2 j in the low
-        four bits of byte j, column 2 j + 1 in the high ones. `scales`: (N, G); of FP8 also a scalar for the tensor.
-        Without zeros and offsets the middle code (0 of INT8, 8 of INT4) stands for 0."""
+        """Wrap codes. `data`: (N, K) float8_e4m3fn; (N, K) int8; or (N, K / 2) uint8, INT4 codes 0..15, of which byte j
+        has column 2 j in its low four bits and column 2 j + 1 in the high ones. `scales`: (N, G); FP8 may have one.
+
+        Without zeros and offsets the middle code (0 of INT8, 8 of INT4) stands for 0.
+        """
         rows, columns = data.shape
         if kind is WeightKind.FP8:
             scales = scales.float().reshape(-1, 1).expand(rows, 1)
@@ -130,7 +132,7 @@ class StoredWeight:
         return sum(part.nbytes for part in self.parts if part is not None)
 
     def numbers(self) -> Tensor:
-        """The weight's numbers: as stored, or what its blocks or codes stand for, in fp32."""
+        """Return the weight's numbers: as stored, or those of its blocks or codes in fp32."""
         if self.kind.is_blocks:
             return BLOCKS[self.kind].expand(self.data)
         return self.data if self.scales is None else self._expanded(self.scales)
@@ -150,7 +152,7 @@ class StoredWeight:
         return grouped.view(self.shape)
 
     def to(self, kind: WeightKind | None, device: torch.device) -> StoredWeight:
-        """As numbers of this kind; None: stored as it is."""
+        """Convert to numbers of a kind and move to a device; None: of its own kind."""
         if kind is None:
             data, *others = (None if part is None else part.to(device) for part in self.parts)
             assert data is not None
@@ -162,7 +164,7 @@ class StoredWeight:
 
 
 def joined(parts: Sequence[StoredWeight]) -> StoredWeight:
-    """The rows of several weights of one kind, one after the other; of codes, with groups of one size."""
+    """Concatenate the rows of weights of one kind; groups of codes have one size."""
     if len(parts) == 1:
         return parts[0]
     data, *others = (
@@ -173,12 +175,12 @@ def joined(parts: Sequence[StoredWeight]) -> StoredWeight:
 
 
 def alike(parts: Sequence[StoredWeight]) -> bool:
-    """Whether these can be joined: one kind, and of codes groups of one size, scales of one dtype, zeros or none."""
+    """Return whether weights can be joined: one kind; groups of one size, scales of one dtype, zeros of all or none."""
     return len({(p.kind, *(None if o is None else (o.shape[1], o.dtype) for o in p.parts[1:])) for p in parts}) == 1
 
 
 def in_one_kind(weight: Tensor | StoredWeight | Sequence[StoredWeight]) -> StoredWeight:
-    """For kernels that read numbers only: blocks and codes expanded, the rows of several weights joined."""
+    """Expand blocks and codes to numbers and concatenate the rows of several weights."""
     parts = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
     stored = [StoredWeight.of(part) for part in parts]
     if len({part.kind for part in stored}) > 1 or stored[0].kind.is_blocks or stored[0].kind.has_scales:
@@ -212,19 +214,19 @@ class Dtypes:
 
     @property
     def numbers(self) -> torch.dtype:
-        """Of weights that are stored as plain numbers."""
+        """Return the dtypes of weights that are stored as numbers."""
         return self.compute if self.stored is None else self.stored.dtype
 
     def kept(self, kind: WeightKind) -> WeightKind | None:
-        """In which kind a weight of the file is kept; None: as it is. A GPU has all plain numbers in one dtype."""
+        """Return the kind that a weight of the file becomes; None: its own. On a GPU all numbers have one dtype."""
         if self.stored is not None or self.compute is torch.float32 or kind.is_blocks or kind.has_scales:
             return self.stored
         return WeightKind.of(self.compute)
 
     @staticmethod
     def of(stored: torch.dtype | None, device: torch.device, cache: torch.dtype | None = None) -> Dtypes:
-        """A CPU computes in fp32, a GPU in the dtype of its weights, or bf16; the cache has the dtype of the
-        computation unless another is given."""
+        """Choose the dtypes: a CPU computes in fp32, a GPU in the dtype of its weights or bf16, and the cache has the
+        dtype of the computation unless another is given."""
         compute = torch.float32 if device.type == "cpu" else stored or torch.bfloat16
         return Dtypes(None if stored is None else WeightKind.of(stored), compute, cache or compute)
 

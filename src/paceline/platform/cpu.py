@@ -36,7 +36,7 @@ _NOTABLE_ISA = (
 
 
 def read_cpuinfo() -> str:
-    """/proc/cpuinfo, or nothing where there is none."""
+    """Read /proc/cpuinfo; '' where there is none."""
     try:
         return Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -62,7 +62,7 @@ def cpu_name(cpuinfo: str | None = None) -> str:
 
 
 def isa(cpuinfo: str | None = None) -> list[str]:
-    """The instruction sets that decide how fast a product is."""
+    """Return the instruction sets that decide how fast a product is."""
     flags = cpu_flags(cpuinfo)
     return [name for name in _NOTABLE_ISA if name in flags]
 
@@ -71,7 +71,7 @@ def isa(cpuinfo: str | None = None) -> list[str]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Every folder whose limit holds for this process: its own and those above it, version 2 and version 1."""
+    """Return the cgroup folders whose limits hold for this process: its own and their parents, version 2 and 1."""
     try:
         entries = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -107,7 +107,7 @@ def _cgroup_cores(root: Path) -> float | None:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may keep busy: the affinity mask, and the whole cores within the container's quota."""
+    """Count the cores that this process may use: in its affinity mask, and whole ones in the container's quota."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -117,14 +117,14 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes; the container's limit applies where it is the tighter one. 0 when unknown."""
+class MachineMemory:
+    """Bytes of memory, bounded by the container's limit; 0 when unknown."""
 
     total: int
     available: int
 
 
-def memory(root: Path = Path("/")) -> Memory:
+def memory(root: Path = Path("/")) -> MachineMemory:
     total, available = _host_memory(root)
     for folder in _cgroup_folders(root, "memory"):
         limit = _read_words(folder / "memory.max") or _read_words(folder / "memory.limit_in_bytes")
@@ -137,7 +137,7 @@ def memory(root: Path = Path("/")) -> Memory:
         total = int(limit[0])
         free = total - (int(used[0]) if used else 0) + cached
         available = max(0, min(available or free, free))
-    return Memory(total=total, available=available)
+    return MachineMemory(total=total, available=available)
 
 
 def _host_memory(root: Path) -> tuple[int, int]:
@@ -167,7 +167,7 @@ def guard_amx(
     probe: Sequence[str] | None = None,
     timeout_s: float = AMX_TIMEOUT_S,
 ) -> str | None:
-    """Keep oneDNN off AMX where it traps; returns a note for the user if so.
+    """Keep oneDNN off AMX where it traps; return a note for the user if so.
 
     Costs nothing without AMX flags or when the user has set the variable. Otherwise one bf16 product runs in a child
     process, and its outcome is remembered under `cache` until the CPU, the kernel or torch changes.
@@ -192,7 +192,7 @@ def guard_amx(
 
 
 def _dies(command: Sequence[str], timeout_s: float) -> bool | None:
-    """Whether a signal ended the command. None for an ordinary failure, which is no evidence about AMX."""
+    """Return whether a signal ended the command; None for an ordinary failure, which is no evidence about AMX."""
     finished = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=timeout_s
     )

@@ -16,7 +16,7 @@ from paceline.platform.garbage import no_collection
 
 
 class CompileCounter:
-    """Counts Triton kernels that are compiled, or loaded from the compile cache, from `start` on."""
+    """A count of the Triton kernels that are compiled, or loaded from the compile cache, from `start` on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -29,14 +29,16 @@ class CompileCounter:
         before, counter = knobs.runtime.jit_post_compile_hook, weakref.ref(self)
 
         def compiled(**about: Any) -> bool | None:
-            if (mine := counter()) is not None:
-                mine.count += 1
+            if (own := counter()) is not None:
+                own.count += 1
             return None if before is None else before(**about)
 
         knobs.runtime.jit_post_compile_hook = compiled
 
 
 class CudaGraph:
+    """A captured graph and its result."""
+
     def __init__(self, graph: Any, result: Any) -> None:
         self.replay: Callable[[], None] = graph.replay
         self.result = result  # written again by each replay
@@ -51,9 +53,9 @@ class GraphRecorder:
     def capture(self, work: Callable[[], Any]) -> CudaGraph:
         """Capture the launches of `work`, whose kernels have run before and so are compiled. Raises RuntimeError.
 
-        Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than the capture.
-        No garbage is collected meanwhile: collecting a dead graph would destroy it, which is not permitted during a
-        capture and ends it; destroying a recorder's last graph would free the memory the next is captured in.
+        `torch.cuda.graph` would empty the allocator's caches first, which takes longer than the capture.
+        No garbage is collected during it: to destroy a dead graph is not permitted then and ends the capture, and to
+        destroy a recorder's last graph would free the memory that the next one is captured in.
         """
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()  # freed with the last graph that was captured in it

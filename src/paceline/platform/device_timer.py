@@ -1,4 +1,4 @@
-"""Measures how long a device was busy with launched work, without waiting for it."""
+"""Seconds of launched work on its device, measured without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Stopwatch:
-    """Use `with` around the launches; `seconds` may be called once the launched work is known to be finished."""
+    """Context manager around launches; `seconds` is read once the launched work is known to be finished."""
 
     def __init__(self, on_cuda: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if on_cuda else None  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""When Python collects garbage (not during a step, nor during a capture), and when free memory goes back."""
+"""Garbage collection, held back during steps and captures, and the return of free memory to the system."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 
 
 class NoCollection:
-    """Use `with`; not within itself."""
+    """Context manager that holds the collector back; it does not nest."""
 
     def __enter__(self) -> None:
-        self._before = gc.isenabled()
+        self._was_enabled = gc.isenabled()
         gc.disable()
 
     def __exit__(self, *problem: object) -> None:
-        if self._before:
+        if self._was_enabled:
             gc.enable()
 
 
@@ -28,15 +28,15 @@ def no_collection() -> Iterator[None]:
 
 
 def expect_objects(count: int) -> None:
-    """Raise the collector's threshold above `count` new objects. Else, with a large batch, the collector runs after
-    each step, and from time to time over all objects, which takes as long as many steps."""
+    """Raise the collector's threshold above `count` new objects: else it would run after each step of a large batch,
+    and at times over all objects, which takes as long as many steps."""
     young, *older = gc.get_threshold()
     if 0 < young < count:
         gc.set_threshold(count, *older)
 
 
 def trim_heap() -> None:
-    """Give free pages back: tensors of changing sizes leave holes in glibc's heap, which would grow for hours."""
+    """Return free pages: tensors of changing sizes fragment glibc's heap, which would grow for hours."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

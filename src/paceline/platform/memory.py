@@ -1,4 +1,4 @@
-"""How much memory the K/V cache may take, and the error when it does not fit."""
+"""The memory that the K/V cache may take, and the error when it does not fit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from paceline.errors import DeviceError
 
-ON_CPU = 2 << 30
-RESERVED = 2 << 30  # of a GPU: graphs, logits, scratch of attention
+ON_CPU = 2 << 30  # bytes of the cache, if not configured
+RESERVED = 2 << 30  # bytes of a GPU for graphs, logits and the scratch of attention
 
 
 def cache_bytes(device: torch.device, fraction: float) -> int:
-    """The given fraction of the device's memory, less what is already in use and what passes need."""
+    """Compute the fraction of the device's memory that neither other uses nor passes take."""
     if device.type != "cuda":
         return ON_CPU
     torch.cuda.empty_cache()
@@ -30,7 +30,7 @@ def cache_bytes(device: torch.device, fraction: float) -> int:
 
 @contextmanager
 def out_of_memory_advice() -> Iterator[None]:
-    """A failed allocation becomes a DeviceError that names the options to lower."""
+    """Turn a failed allocation into a DeviceError that names the options to lower."""
     try:
         yield
     except Exception as error:
@@ -40,15 +40,15 @@ def out_of_memory_advice() -> Iterator[None]:
 
 
 def memory_advice(error: Exception) -> Exception:
-    """The DeviceError for a failed allocation; any other error is itself."""
+    """Return the DeviceError for a failed allocation, and any other error itself."""
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceError(
             "the GPU is out of memory; lower gpu_memory_fraction (or kv_cache_bytes), max_num_batched_tokens, "
             "max_num_seqs or max_model_len"
         )
-    spoken_of = any(each in str(error).lower() for each in ("memory", "overflow"))
-    # Torch's of a CPU, or a size beyond 64 bits.
-    if isinstance(error, MemoryError | OverflowError) or (isinstance(error, RuntimeError) and spoken_of):
+    # torch raises RuntimeError for a CPU's memory and for a size beyond 64 bits.
+    names_memory = any(word in str(error).lower() for word in ("memory", "overflow"))
+    if isinstance(error, MemoryError | OverflowError) or (isinstance(error, RuntimeError) and names_memory):
         return DeviceError(
             "the memory does not hold the cache; lower kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
         )

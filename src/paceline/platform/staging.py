@@ -18,17 +18,21 @@ TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 class Buffer:
+    """Pinned memory of one turn, and the event of its last copy."""
+
     def __init__(self, turn: int, size: int, device: torch.device) -> None:
         self.turn, self.pinned = turn, torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.ints: np.ndarray[Any, np.dtype[np.int32]] = self.pinned.numpy()
         self.address = self.pinned.data_ptr()
-        self.over: Any = None  # event: its last copy is done
+        self.over: Any = None  # event behind its last copy; None on a CPU
         if device.type == "cuda":
             self.over = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.over.record()  # torch creates the event at its first record
 
 
 class Staging:
+    """Pinned buffers used in turn."""
+
     def __init__(self, device: torch.device, turns: int = TURNS) -> None:
         self._device, self._turn = device, 0
         self._buffers: list[Buffer | None] = [None] * turns
@@ -36,7 +40,7 @@ class Staging:
         self._runtime = Runtime.of(device) if device.type == "cuda" else None
 
     def buffer(self, size: int) -> Buffer:
-        """A buffer of at least `size` ints, with no copy under way."""
+        """Return a buffer of at least `size` ints, with no copy under way."""
         self.mark()
         turn = self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[turn]
@@ -55,7 +59,7 @@ class Staging:
         self._unmarked = buffer
 
     def fetch(self, of: Tensor) -> Buffer:
-        """A buffer that will hold an int32 tensor, until it is used again `turns` buffers later."""
+        """Return a buffer that will hold an int32 tensor, until its turn comes again."""
         buffer = self.buffer(len(of))
         if self._runtime is None:
             buffer.pinned[: len(of)].copy_(of, non_blocking=True)
@@ -66,7 +70,7 @@ class Staging:
         return buffer
 
     def mark(self) -> None:
-        """Record the event of the last copy. It takes the host a few microseconds: called once the device is busy."""
+        """Record the event of the last copy: microseconds of the host, to be spent once the device is busy."""
         buffer, self._unmarked = self._unmarked, None
         if buffer is None or buffer.over is None:
             return
@@ -84,7 +88,7 @@ class Runtime:
 
     @staticmethod
     def of(device: torch.device) -> Runtime | None:
-        """None where the library is not found."""
+        """Load the library; None where it is not found."""
         try:
             library = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
         except OSError:

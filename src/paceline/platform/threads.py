@@ -1,8 +1,8 @@
-"""Limits the threads of torch's own operations for the duration of a block.
+"""A limit to the threads of torch's own operations.
 
 Between passes the engine works on small tensors: a row of logits, a few indices. Waking a second thread for them saves
-little on a quiet machine and costs milliseconds on a busy one, and torch's idle threads spin beside those of the native
-kernels.
+little on a quiet machine and costs milliseconds on a busy one, where torch's idle threads spin beside those of the
+native kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """None: unchanged."""
+    """Set the number of threads for the block; None: unchanged."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield

@@ -34,9 +34,7 @@ def last_block(
     visible = key[None, :] < end[:, None]
     if WINDOW > 0:
         visible = visible & (key[None, :] > position[:, None] - WINDOW)
-    return one_block(
-        high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
-    )
+    return one_block(high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS)
 
 
 @triton.jit
@@ -141,8 +139,8 @@ def attend_shared(
                 )
             for block in tl.range(tl.maximum(first_block, full), end_block, num_stages=LAST_STAGES):
                 high, total, values = last_block(
-                    high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head, log2_scale,
-                    DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE,
+                    high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head,
+                    log2_scale, DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE,
                 )  # fmt: skip
             if DIRECT:
                 one = num_units <= first_unit + 1
