@@ -19,7 +19,7 @@ from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, pick_weight
 from paceline.verify.host import TokenSampler
 from tests.helpers.enumeration import chains
 from tests.verify import steps
-from tests.verify.test_sampled import sampled_batch
+from tests.verify.test_block import sampled_batch
 
 BROKEN = {"nan": math.nan, "inf": math.inf, "nothing": -math.inf}
 

@@ -95,7 +95,7 @@ class DraftShape:
 
     @functools.cached_property
     def logit_rows(self) -> list[range]:
-        """By row: the rows of its last token and nodes, where all logits of a step lie in this order."""
+        """Rows of logits of each row's last token and nodes, where all logits of a step lie in this order."""
         ends = itertools.accumulate(1 + count for count in self.num_nodes)
         return [range(end - 1 - count, end) for end, count in zip(ends, self.num_nodes, strict=True)]
 
@@ -155,7 +155,7 @@ class Draft:
 
     @functools.cached_property
     def shape(self) -> DraftShape:
-        """What of the shape the host knows. Raises ValueError where a row is no tree."""
+        """The shape, as far as the host knows it. Raises ValueError where a row is no tree."""
         _, parents, depth, counts = self.arrays
         return draft_shape(parents.tobytes() + depth.tobytes(), tuple(counts.tolist()), self.width, False)
 

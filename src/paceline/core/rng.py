@@ -1,7 +1,7 @@
 """Randomness without state: every number is a hash of what it is for, so nothing drawn depends on the batch.
 
 A key is a row of 64-bit words: the request's seed (its private random key when the user gave none), where in the
-sequence, which node. Each use has its own Lane, so no two uses share a number. The integers are the same bits on every
+sequence, which node. Each use has its own Lane, so no two uses share a number. The integers are equal on every
 device; the logarithms of Gumbel noise may differ between devices in their last bit, never between batches.
 
 The 64-bit mix is splitmix64's finaliser (Steele et al. 2014, Stafford's variant 13) over the words in turn. Gumbel
@@ -26,17 +26,17 @@ _TRIPLE_1, _TRIPLE_2, _TRIPLE_3 = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
 
 
 class Lane(IntEnum):
-    """What a random number is for. Values are part of what a seed means: never renumber."""
+    """Uses of random numbers. Values are part of what a seed means: never renumber."""
 
     WALK = 1  # the coin that draws an unseeded row's token at one node
     GUMBEL = 2  # the noise a seeded request adds to log p, and its drafter to log q
     DRAFT = 3  # a drafter sampling from its own q
-    ACCEPT = 4  # acceptance coins of the rules for sampled drafts
-    RESIDUAL = 5  # the token drawn where such a rule stops
+    ACCEPT = 4  # acceptance coins of block verification
+    RESIDUAL = 5  # the token drawn where block verification stops
 
 
 def bits(lane: Lane, *words: Tensor) -> Tensor:
-    """(R,) int64: 64 well-mixed bits of the lane and each row's words, (R,) int64 each."""
+    """Return (R,) int64: 64 well-mixed bits of the lane and each row's words, (R,) int64 each."""
     if words[0].is_cpu:
         return torch.from_numpy(_numpy_bits(lane, [word.numpy().view(np.uint64) for word in words]).view(np.int64))
     from paceline.core import rng_triton
@@ -45,7 +45,7 @@ def bits(lane: Lane, *words: Tensor) -> Tensor:
 
 
 def uniform(lane: Lane, *words: Tensor) -> Tensor:
-    """(R,) float64 strictly between 0 and 1, on a grid of 2**-52 shifted by half a step."""
+    """Return (R,) float64 strictly between 0 and 1, on a grid of 2**-52 shifted by half a step."""
     if words[0].is_cpu:
         return (bits(lane, *words) >> 12).bitwise_and_(2**52 - 1).double().add_(0.5).mul_(2.0**-52)
     from paceline.core import rng_triton
@@ -54,7 +54,7 @@ def uniform(lane: Lane, *words: Tensor) -> Tensor:
 
 
 def coin(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
-    """(R,) uniforms that no other step uses: `committed` is the length when the step started; node -1 is the root.
+    """Return (R,) uniforms that no other step uses: `committed` is the step's first length; node -1 is the root.
 
     Rules that read later coins before they reject an earlier token need this key: a key by position would bias them.
     """
@@ -62,7 +62,7 @@ def coin(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
 
 
 def bits_of(lane: Lane, *words: int) -> int:
-    """`bits` of one row, unsigned, in plain Python: for a few numbers faster than making arrays."""
+    """Return `bits` of one row, unsigned, in plain Python: faster than arrays for a few numbers."""
     state = words[0] * _GOLDEN + _lane_constant(lane)
     for word in words[1:]:
         state = _mix(state) + word * _GOLDEN
@@ -70,25 +70,30 @@ def bits_of(lane: Lane, *words: int) -> int:
 
 
 def coin_of(lane: Lane, key: int, committed: int, node: int) -> float:
-    """`coin` of one row."""
+    """Return `coin` of one row."""
     return ((bits_of(lane, key, committed, node + 1) >> 12) + 0.5) * 2.0**-52
 
 
 def unit_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
-    """(T,) float32: the uniforms behind the Gumbel noise of tokens, where `key` is bits(Lane.GUMBEL, seed, position).
-    Noise above g needs a unit below exp(-g)."""
+    """Return (T,) float32 uniforms behind the Gumbel noise of tokens; `key` is bits(Lane.GUMBEL, seed, position).
+
+    Noise above g needs a unit below exp(-g).
+    """
     hashed = _numpy_token_bits(key % 2**64, tokens.astype(np.uint32, copy=False))
     return units_from(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
 
 
 def units_from(hashed: Tensor) -> Tensor:
-    """Of int32 bits held as float32, in place: |h + 1/4| runs over 2**32 points half a step apart, and near 0, where a
-    token wins, float32 holds each one. The scale keeps the largest below 1."""
+    """Turn int32 bits held as float32 into uniforms, in place.
+
+    |h + 1/4| runs over 2**32 points half a step apart, and near 0, where a token wins, float32 holds each one. The
+    scale keeps the largest below 1.
+    """
     return hashed.add_(0.25).abs_().mul_((2.0**-31) * (1 - 2.0**-24))
 
 
 def gumbel_from(units: np.ndarray[Any, Any]) -> Any:
-    """Standard Gumbel noise, -log(-log(1 - unit)), by torch's logarithms: its bits are part of a seed's meaning."""
+    """Return Gumbel noise, -log(-log(1 - unit)), by torch's logarithms: its bits are part of a seed's meaning."""
     return torch.from_numpy(units.copy()).neg_().log1p_().neg_().log_().neg_().numpy()
 
 
@@ -108,12 +113,12 @@ def _numpy_mix(state: np.ndarray[Any, Any]) -> Any:
 
 @functools.cache
 def _lane_constant(lane: int) -> int:
-    """Lanes start far apart."""
+    """Return the lane's start: lanes start far apart."""
     return _mix(lane * _GOLDEN)
 
 
 def _mix(state: int) -> int:
-    """The same mix on a plain number."""
+    """Mix a plain number."""
     state %= 2**64
     state = (state ^ (state >> 30)) * _MIX_1 % 2**64
     state = (state ^ (state >> 27)) * _MIX_2 % 2**64
@@ -121,7 +126,7 @@ def _mix(state: int) -> int:
 
 
 def _numpy_token_bits(key: int, tokens: np.ndarray[Any, Any]) -> Any:
-    """(T,) uint32 tokens mixed with a 64-bit key: its low half before the first round, its high half in the second."""
+    """Return (T,) uint32 tokens mixed with a 64-bit key: its low half before the first round, its high half in the second."""
     state = tokens ^ np.uint32(key & 0xFFFFFFFF)
     scratch = np.empty_like(state)
 

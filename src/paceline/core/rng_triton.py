@@ -22,12 +22,12 @@ BLOCK = 128
 
 
 def bits(lane_constant: int, words: tuple[Tensor, ...]) -> Tensor:
-    """rng.bits of one to three words (R,) int64."""
+    """Return rng.bits of one to three words (R,) int64."""
     return _launch(torch.empty_like(words[0]), lane_constant, words, False)
 
 
 def uniform(lane_constant: int, words: tuple[Tensor, ...]) -> Tensor:
-    """rng.uniform of one to three words (R,) int64."""
+    """Return rng.uniform of one to three words (R,) int64."""
     return _launch(torch.empty_like(words[0], dtype=torch.float64), lane_constant, words, True)
 
 

@@ -18,13 +18,13 @@ from paceline.theory.acceptance import (
 )
 from paceline.theory.roofline import Roofline, kv_bytes_per_token, kv_capacity
 from paceline.theory.speedup import Best, Cost, best_k, best_length, break_even, cost_at, speedup, speedup_from_survival
-from paceline.theory.tree import Tree, best_tree, tree_speedup, tree_tokens
+from paceline.theory.tree import TokenTree, best_tree, tree_speedup, tree_tokens
 
 __all__ = [
     "Best",
     "Cost",
     "Roofline",
-    "Tree",
+    "TokenTree",
     "alpha_for",
     "best_k",
     "best_length",

@@ -1,4 +1,4 @@
-"""From acceptance to tokens per pass.
+"""Tokens per pass from acceptance.
 
 `survival[i]` is the probability that the accepted path reaches depth i + 1 of a draft, chain or tree; conditional rates
 are given that it reached the depth before. A pass commits the accepted tokens and one more, recovered or bonus, so
@@ -17,7 +17,7 @@ from paceline.theory import checks
 
 
 def token_acceptance(p: float, q: float) -> float:
-    """The probability that a drafted token is accepted: the target gives it p, the drafter drew it with q."""
+    """Return the probability that a drafted token is accepted: the target gives it p, the drafter drew it with q."""
     checks.probability("p", p)
     if not checks.probability("q", q):
         raise InvalidParameter("q", "must be above 0: the drafter drew this token")
@@ -25,7 +25,7 @@ def token_acceptance(p: float, q: float) -> float:
 
 
 def distribution_acceptance(p: Sequence[float], q: Sequence[float]) -> float:
-    """The same over all tokens the drafter may draw: sum of min(p, q), one minus their total variation distance."""
+    """Return acceptance over all tokens the drafter may draw: sum of min(p, q), one minus their total variation."""
     if len(p) != len(q):
         raise InvalidParameter("q", f"has {len(q)} entries where p has {len(p)}")
     for field, values in (("p", p), ("q", q)):
@@ -36,13 +36,13 @@ def distribution_acceptance(p: Sequence[float], q: Sequence[float]) -> float:
 
 
 def geometric_survival(alpha: float, k: int) -> list[float]:
-    """Every token accepted with probability alpha, independently of the others."""
+    """Return the survival where every token is accepted with probability alpha, independently of the others."""
     checks.probability("alpha", alpha)
     return [alpha**i for i in range(1, checks.count("k", k) + 1)]
 
 
 def survival_from_counts(drafted: Sequence[int], accepted: Sequence[int]) -> list[float]:
-    """By depth: steps whose accepted path reached it over steps whose draft did; siblings count as one."""
+    """Return, by depth, steps whose accepted path reached it over steps whose draft did; siblings count as one."""
     return [
         checks.probability("accepted", reached / steps)
         for steps, reached in zip(drafted, accepted, strict=True)
@@ -59,12 +59,12 @@ def tokens_from_survival(survival: Sequence[float]) -> float:
 
 
 def tokens_per_pass(alpha: float, k: int) -> float:
-    """tau(alpha, k) = (1 - alpha^(k+1)) / (1 - alpha), as the sum it comes from: exact at alpha = 1 and near it."""
+    """Return tau(alpha, k) = (1 - alpha^(k+1)) / (1 - alpha), as a sum: exact at alpha = 1 and near it."""
     return tokens_from_survival(geometric_survival(alpha, k))
 
 
 def alpha_for(tokens: float, k: int) -> float | None:
-    """The alpha at which k drafted tokens give that many per pass; None where even alpha = 1 gives fewer."""
+    """Return the alpha at which k drafted tokens give `tokens` per pass; None where even alpha = 1 gives fewer."""
     if checks.cost("tokens", tokens) > checks.count("k", k) + 1:
         return None
     if tokens <= 1:
@@ -79,6 +79,6 @@ def alpha_for(tokens: float, k: int) -> float | None:
 
 
 def whole_prefix_tokens(rate: float, k: int) -> float:
-    """Drafts taken whole (k tokens) with probability `rate` or not at all (one token): R*K + (1 - R)."""
+    """Return tokens of drafts taken whole (k tokens) with probability `rate`, or not at all (one): R*K + (1 - R)."""
     checks.probability("rate", rate)
     return rate * checks.count("k", k, least=1) + (1 - rate)

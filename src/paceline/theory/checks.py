@@ -1,4 +1,4 @@
-"""Numbers a formula can take, or an error that names them."""
+"""Checks of numbers that a formula takes; errors name the field."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FORMATS = (".png", ".svg")
 
 
 def draw(case: Case, k: int, file: Path, *, batch: int = 1) -> None:
-    """Speed-up by k, by acceptance and, with a roofline, by batch; k = 0 marks nothing."""
+    """Plot speed-up by k, by acceptance and, with a roofline, by batch; k = 0 marks nothing."""
     if file.suffix.lower() not in FORMATS:
         raise InvalidParameter("--plot", f"must end in {' or '.join(FORMATS)}, got {file.name!r}")
     if not file.absolute().parent.is_dir():
@@ -76,7 +76,7 @@ def _by_k(axes: Axes, case: Case, k: int) -> None:
 
 
 def _by_alpha(axes: Axes, case: Case, k: int) -> None:
-    """At one k and at the best k for each acceptance: only the first can fall below plain."""
+    """Plot one k and the best k for each acceptance: only the first can fall below plain."""
     alphas = [step / 100 for step in range(101)]
     best = [case.at_alpha(alpha).best.speedup for alpha in alphas]
     axes.plot(alphas, best, color=CEILING, linestyle=(0, (4, 2)), label="best k for each α")
@@ -120,7 +120,7 @@ def _gains(case: Case, last: int) -> list[float]:
 
 
 def _powers(end: int) -> list[int]:
-    """Whole batches up to `end` or the power of two above it, sixteen to each doubling."""
+    """Return whole batches up to `end` or the power of two above it, sixteen to each doubling."""
     found = {1}
     while max(found) < end:
         found.add(max(max(found) + 1, round(max(found) * 2 ** (1 / 16))))

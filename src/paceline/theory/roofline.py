@@ -1,4 +1,4 @@
-"""When checking k tokens stops being free: the batch roofline, and the memory a drafter takes.
+"""The batch roofline, where checking k tokens stops being free; and the memory that a drafter takes.
 
 A pass reads every weight once and each sequence's K/V once, and computes two operations per weight and row; it takes
 the longer of the two. Left out: attention's own arithmetic, launch overheads, experts that only some rows visit. So
@@ -37,11 +37,11 @@ class Roofline:
 
     @property
     def row_seconds(self) -> float:
-        """Arithmetic of one row."""
+        """Return the seconds of one row's arithmetic."""
         return 2 * self.parameters / self.flops
 
     def ridge(self, batch: int = 0) -> float:
-        """Rows at which arithmetic takes as long as reading the weights and the K/V of that many sequences.
+        """Return the rows at which arithmetic takes as long as reading the weights and the K/V of `batch` sequences.
 
         For the weights alone: flops * bytes_per_parameter / (2 * bandwidth), whatever the model's size.
         """
@@ -51,17 +51,17 @@ class Roofline:
         return (self.weight_bytes + batch * self.context * self.kv_bytes_per_token) / self.bandwidth
 
     def pass_seconds(self, batch: int, rows: int) -> float:
-        """`rows` tokens for each of `batch` sequences."""
+        """Return the seconds of a pass with `rows` tokens for each of `batch` sequences."""
         return max(self.read_seconds(batch), batch * rows * self.row_seconds)
 
     def verify_cost(self, batch: int) -> Callable[[int], float]:
-        """v(k) at that batch."""
+        """Return v(k) at that batch."""
         checks.count("batch", batch, least=1)
         plain = self.pass_seconds(batch, 1)
         return lambda k: self.pass_seconds(batch, k + 1) / plain
 
     def stop_batch(self, tokens: float, k: int, draft_cost: float) -> int | None:
-        """The least batch at which drafts of k tokens, giving `tokens` per pass, gain nothing; None: they gain at any.
+        """Return the least batch at which drafts of k tokens, giving `tokens` per pass, gain nothing; None: none.
 
         They gain while v(k) < tokens - k * c. Only the arithmetic of a checking pass grows with the batch, so the
         answer is where batch * (k + 1) * row_seconds = (tokens - k * c) * read_seconds(batch).
@@ -77,14 +77,14 @@ class Roofline:
 
 
 def kv_bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, bytes_per_value: float = 2.0) -> float:
-    """Keys and values of one token in all layers."""
+    """Return bytes of keys and values of one token in all layers."""
     for field, value in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim)):
         checks.count(field, value, least=1)
     return 2 * layers * kv_heads * head_dim * checks.positive("bytes_per_value", bytes_per_value)
 
 
 def kv_capacity(memory: float, weight_bytes: float, kv_bytes_per_token: float) -> int:
-    """Tokens of K/V that fit beside the weights: the drafter's weights and K/V are added to the target's."""
+    """Return tokens of K/V that fit beside the weights: the drafter's weights and K/V are added to the target's."""
     checks.positive("kv_bytes_per_token", kv_bytes_per_token)
     free = checks.cost("memory", memory) - checks.cost("weight_bytes", weight_bytes)
     return max(0, math.floor(free / kv_bytes_per_token))

@@ -16,7 +16,7 @@ from paceline.theory.tree import best_tree, tree_speedup
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`survival` has an entry for every k tried; `siblings` are the rates of the first, second, ... guess."""
+    """The input of a table. `survival` has an entry for every k; `siblings` are rates of guesses at one position."""
 
     survival: Sequence[float]
     draft_cost: float
@@ -34,18 +34,18 @@ class Case:
 
     @property
     def limited(self) -> bool:
-        """Whether the best k is merely the largest one tried."""
+        """The best k is the largest one tried."""
         return self.best.k == self.max_k
 
     def at_alpha(self, alpha: float) -> Case:
-        """The same costs, another acceptance."""
+        """Return the case with these costs and another acceptance."""
         survival = geometric_survival(alpha, self.max_k)
         return Case(survival=survival, draft_cost=self.draft_cost, verify_cost=self.verify_cost, roofline=self.roofline)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """Fields without input are None; `break_even_alpha` is None where no acceptance would pay."""
+    """The figures of one k. Fields without input are None; `break_even_alpha` also where no acceptance would pay."""
 
     k: int
     tokens_per_pass: float
@@ -85,9 +85,9 @@ def rows(case: Case) -> list[TableRow]:
     return [row(case, k) for k in range(1, case.max_k + 1)]
 
 
-def best_tree_row(found: Sequence[TableRow]) -> TableRow | None:
-    """Where the tree of k nodes gains most; None without trees."""
-    return max(found, key=lambda each: each.tree_speedup or 0.0) if found[0].tree_speedup is not None else None
+def best_tree_row(table: Sequence[TableRow]) -> TableRow | None:
+    """Return the row whose tree of k nodes gains most; None without trees."""
+    return max(table, key=lambda each: each.tree_speedup or 0.0) if table[0].tree_speedup is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class MemoryUse:
 
     @property
     def lost_share(self) -> float | None:
-        """Of the K/V capacity; None where the target alone leaves no room for any."""
+        """The share of the K/V capacity; None where the target alone leaves none."""
         return 1 - self.kv_tokens_drafting / self.kv_tokens_plain if self.kv_tokens_plain else None
 
 

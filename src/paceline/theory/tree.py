@@ -17,11 +17,11 @@ from paceline.theory import checks
 from paceline.theory.acceptance import tokens_from_survival
 from paceline.theory.speedup import Cost, cost_at
 
-ROUNDING = 1e-9
+ROUNDING = 1e-9  # probability by which siblings may exceed 1
 
 
 @dataclass(frozen=True)
-class Tree:
+class TokenTree:
     """Nodes in the order chosen, parents first; parent -1 is the last committed token, depth 1 its children."""
 
     parents: tuple[int, ...]
@@ -34,21 +34,21 @@ class Tree:
 
     @property
     def survival(self) -> list[float]:
-        """By depth, as a chain's: the probability that the accepted path reaches it."""
-        at = [
+        """Return, by depth as a chain's, the probability that the accepted path reaches it."""
+        levels = [
             math.fsum(reach for reach, depth in zip(self.reach, self.depths, strict=True) if depth == level)
             for level in range(1, self.depth + 1)
         ]
-        return [min(1.0, reached) for reached in at]
+        return [min(1.0, reached) for reached in levels]
 
     @property
     def tokens(self) -> float:
-        """Per pass, the one after the accepted path included."""
+        """Return tokens per pass, the one after the accepted path included."""
         return tokens_from_survival(self.survival)
 
 
 def tree_tokens(parents: Sequence[int], conditional: Sequence[float]) -> float:
-    """Tokens per pass of any tree; `conditional[j]` is node j's rate given that its parent was accepted."""
+    """Return tokens per pass of any tree; `conditional[j]` is node j's rate given that its parent was accepted."""
     if len(parents) != len(conditional):
         raise InvalidParameter("conditional", f"has {len(conditional)} entries for {len(parents)} nodes")
     reach: list[float] = []
@@ -61,11 +61,11 @@ def tree_tokens(parents: Sequence[int], conditional: Sequence[float]) -> float:
         _check_siblings(children[parent])
         reach.append(rate * (reach[parent] if parent >= 0 else 1.0))
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    return Tree(tuple(parents), tuple(depths), tuple(reach)).tokens
+    return TokenTree(tuple(parents), tuple(depths), tuple(reach)).tokens
 
 
-def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
-    """The best tree of at most `nodes` nodes, where `rates[d][r]` is how often the r-th guess at depth d + 1 is right.
+def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> TokenTree:
+    """Return the best tree of at most `nodes` nodes; `rates[d][r]` is how often the r-th guess at depth d + 1 is right.
 
     Greedy is optimal: reach only falls along a path, so the likeliest nodes always form a tree.
     """
@@ -84,11 +84,11 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
         reach.append(-negative)
         for child in _children(rates, parent=len(parents) - 1, depth=depth + 1, reach=-negative):
             heapq.heappush(frontier, child)
-    return Tree(tuple(parents), tuple(depths), tuple(reach))
+    return TokenTree(tuple(parents), tuple(depths), tuple(reach))
 
 
-def tree_speedup(tree: Tree, draft_cost: float, verify_cost: Cost = 1.0) -> float:
-    """A drafter runs once per level, whatever its width; the pass checks every node."""
+def tree_speedup(tree: TokenTree, draft_cost: float, verify_cost: Cost = 1.0) -> float:
+    """Return the speed-up of a drafter that runs once per level; the pass checks every node."""
     drafting = tree.depth * checks.cost("draft_cost", draft_cost)
     return tree.tokens / (drafting + cost_at(verify_cost, len(tree.parents)))
 
@@ -96,7 +96,7 @@ def tree_speedup(tree: Tree, draft_cost: float, verify_cost: Cost = 1.0) -> floa
 def _children(
     rates: Sequence[Sequence[float]], *, parent: int, depth: int, reach: float
 ) -> list[tuple[float, int, int]]:
-    """Sorted by reach, then the shallower first; guesses that are never right are no nodes."""
+    """Return (-reach, depth, parent) of a node's children; guesses that are never right are no nodes."""
     if depth > len(rates):
         return []
     return [(-reach * rate, depth, parent) for rate in rates[depth - 1] if reach * rate > 0]

@@ -10,7 +10,7 @@ from paceline.verify import Nodes, SamplingMetadata, process, verify
 from tests.helpers.enumeration import chains
 from tests.helpers.mutants import Mutation, mutant
 from tests.verify import device
-from tests.verify.test_sampled import sampled_batch
+from tests.verify.test_block import sampled_batch
 
 # Kernels must give the host's verdicts on these; the host's own rules are enumerated.
 BATCHES = {

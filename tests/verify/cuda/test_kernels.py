@@ -30,8 +30,8 @@ from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted
 from tests.verify.steps import draws_of, gumbel_noise
+from tests.verify.test_block import SHAPES, sampled_batch
 from tests.verify.test_processors import Asked, controls_of
-from tests.verify.test_sampled import SHAPES, sampled_batch
 
 PARTS = ("tokens", "num_accepted", "path", "kinds")
 TARGET, DRAFTER, NEAR = Toy(1, 3), Toy(2, 3), 5e-14

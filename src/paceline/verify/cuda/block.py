@@ -66,7 +66,7 @@ def _stop(
     chains, rows, coins, count, splits,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, NODES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """As block.verify_block: behind the last token that passes."""
+    """The stop behind the last token that passes."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0
@@ -88,7 +88,7 @@ def _stop(
 
 @triton.jit
 def kept_share(surplus, a, DTYPE: tl.constexpr):
-    """As block._acceptance, of a slot with a child."""
+    """The acceptance of a slot with a child."""
     total = surplus + 1.0 - a
     # total = 0: p is q and a is 1. Not a number: q is broken, and the chain is taken to end here.
     return tl.where(total > 0, divide(surplus, tl.where(total > 0, total, 1.0), DTYPE), a)

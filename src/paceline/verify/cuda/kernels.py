@@ -25,7 +25,7 @@ from paceline.verify.walk import CoinSource, DrawKeys
 
 
 def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
-    """As distribution.process."""
+    """Process logits as distribution.process does."""
     edited = edit(logits, metadata, nodes)
     if metadata.temperature is None:
         return edited
@@ -33,12 +33,12 @@ def process(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """As distribution.probabilities: the p that the rules compare with q, so equal logits give q equal to p."""
+    """Return the p that the rules compare with q, so equal logits give q equal to p."""
     return _plain(logits).weighed().write(probabilities=True)
 
 
 def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin) -> Tensor:
-    """As walk.draw."""
+    """Draw tokens as walk.draw does."""
     target = TargetDistribution.of(logits, SamplingMetadata(), nodes)
     return draw_tokens(_for_coins(target, draws), draws, nodes, source)
 
@@ -46,7 +46,7 @@ def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coi
 def propose(
     logits: Tensor, metadata: SamplingMetadata, draws: DrawKeys, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
-    """As walk.propose. A token is drawn from the weights of q, as the walk draws from those of p."""
+    """Draw as walk.propose does: a token from the weights of q, as the walk draws from those of p."""
     target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes).filtered(metadata, nodes)
     if draws.kind is None or not draws.coins:
         return draw_tokens(_for_coins(target, draws), draws, nodes, source), None
@@ -66,7 +66,7 @@ def verify_rows(
     max_depth: int,
     source: CoinSource,
 ) -> Verdict:
-    """As verify.verify_rows. The device sorts the rows, and each rule skips rows of the other."""
+    """Verify as verify.verify_rows does. The device sorts the rows, and each rule skips rows of the other."""
     target = TargetDistribution.of(edit(logits, metadata, nodes), metadata, nodes)
     if draws.kind is not None:
         target = target.filtered(metadata, nodes)

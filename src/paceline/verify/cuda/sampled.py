@@ -103,7 +103,7 @@ def proposed(p, q, row, live, token, DTYPE: tl.constexpr):
 
 @triton.jit
 def likelihood_ratio(p, q, DTYPE: tl.constexpr):
-    """As block.likelihood_ratio."""
+    """p/q as in block.likelihood_ratio."""
     ratio = tl.where(q > 0, divide(p, tl.where(q > 0, q, 1.0), DTYPE), 0.0)
     return tl.minimum(ratio, 1.7976931348623157e308 if tl.float64 == DTYPE else 3.4028234663852886e38)
 
