@@ -126,7 +126,7 @@ def _mix(state: int) -> int:
 
 
 def _numpy_token_bits(key: int, tokens: np.ndarray[Any, Any]) -> Any:
-    """Return (T,) uint32 tokens mixed with a 64-bit key: its low half before the first round, its high half in the second."""
+    """Return (T,) uint32 tokens mixed with a 64-bit key: its low half before the first round, the high half later."""
     state = tokens ^ np.uint32(key & 0xFFFFFFFF)
     scratch = np.empty_like(state)
 
