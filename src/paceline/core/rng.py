@@ -41,7 +41,7 @@ def bits(lane: Lane, *words: Tensor) -> Tensor:
         return torch.from_numpy(_numpy_bits(lane, [word.numpy().view(np.uint64) for word in words]).view(np.int64))
     from paceline.core import rng_triton
 
-    return rng_triton.bits(_lane_constant(lane), words)
+    return rng_triton.bits(lane_constant(lane), words)
 
 
 def uniform(lane: Lane, *words: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def uniform(lane: Lane, *words: Tensor) -> Tensor:
         return (bits(lane, *words) >> 12).bitwise_and_(2**52 - 1).double().add_(0.5).mul_(2.0**-52)
     from paceline.core import rng_triton
 
-    return rng_triton.uniform(_lane_constant(lane), words)
+    return rng_triton.uniform(lane_constant(lane), words)
 
 
 def coin(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def coin(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
 
 def bits_of(lane: Lane, *words: int) -> int:
     """Return `bits` of one row, unsigned, in plain Python: faster than arrays for a few numbers."""
-    state = words[0] * _GOLDEN + _lane_constant(lane)
+    state = words[0] * _GOLDEN + lane_constant(lane)
     for word in words[1:]:
         state = _mix(state) + word * _GOLDEN
     return _mix(state)
@@ -99,7 +99,7 @@ def gumbel_from(units: np.ndarray[Any, Any]) -> Any:
 
 def _numpy_bits(lane: int, words: Sequence[np.ndarray[Any, Any]]) -> Any:
     golden = np.uint64(_GOLDEN)
-    state = words[0] * golden + np.uint64(_lane_constant(lane))
+    state = words[0] * golden + np.uint64(lane_constant(lane))
     for word in words[1:]:
         state = _numpy_mix(state) + word * golden
     return _numpy_mix(state)
@@ -112,7 +112,7 @@ def _numpy_mix(state: np.ndarray[Any, Any]) -> Any:
 
 
 @functools.cache
-def _lane_constant(lane: int) -> int:
+def lane_constant(lane: int) -> int:
     """Return the lane's start: lanes start far apart."""
     return _mix(lane * _GOLDEN)
 

@@ -32,16 +32,22 @@ Verify = Callable[..., Verdict]
 
 
 class Sampler:
-    """`verifier`: a function in place of `verify`, called for every step. None: `verify`, by the host's walk or a graph
-    where they serve."""
+    """Verification of the engine's steps. `verifier`: a function in place of `verify`, called for every step; None:
+    `verify`, or the host's walk or one of the `graphs` where they serve."""
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device, *, verifier: Verify | None = None
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        *,
+        verifier: Verify | None = None,
+        graphs: GraphCache | None = None,
     ) -> None:
         self._device, self._on_host, self._verifier = device, device.type == "cpu", verifier
         self._native = kernels.draw_of(device)
         self._builder = SamplingMetadataBuilder(vocab_size, eos_token_ids, device)
-        self._graphs = GraphCache(device, Staging(device))
+        self._graphs = GraphCache(device, Staging(device)) if graphs is None else graphs
         self._compiled = CompileCounter()
         self.time_is_typical = True  # nothing was compiled for the last step
         self.uncaptured = 0  # steps on a CUDA device that were outside of what was captured

@@ -35,19 +35,8 @@ def prove(
     started = time.perf_counter()
     effort = effort or Effort.of(quick, num_prompts)
     names = chosen_methods(llm, methods)
-    settings = {
-        "methods": list(names),
-        "device": llm.device_name,
-        "dtype": llm.dtype_name,
-        "kv_dtype": llm.kv_dtype,
-        "kernels": llm.kernels_name,
-        "exact": llm.loaded.decoder.kernels.exact,
-        "quick": quick,
-        "replays": effort.replays,
-        "seed": seed,
-        "injected": fault,
-    }
-    report = Report(llm.name, settings)
+    proof = {"quick": quick, "replays": effort.replays, "seed": seed, "injected": fault}
+    report = Report(llm.name, {"methods": list(names), **_settings(llm), **proof})
     asked = prompts or encoded_prompts(llm, max(effort.prompts, len(PROMPTS)))
     with _policy_untouched(llm), inject.injected(llm, fault) as verifier:
         subject = Subject(
@@ -69,6 +58,16 @@ def prove(
                 report.checks.append(check)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _settings(llm: LLM) -> dict[str, object]:
+    return {
+        "device": llm.device_name,
+        "dtype": llm.dtype_name,
+        "kv_dtype": llm.kv_dtype,
+        "kernels": llm.kernels_name,
+        "exact": llm.loaded.decoder.kernels.exact,
+    }
 
 
 @contextmanager

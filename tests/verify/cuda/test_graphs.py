@@ -38,12 +38,13 @@ class ByHand:
 
 def samplers(device, logits, **most):
     """One whose steps are captured, and one whose steps are not."""
-    captured, plain = (Sampler(VOCAB, frozenset({2}), device, verifier=one) for one in (None, verify))
-    if device.type == "cpu":
-        captured._graphs = GraphCache(device, Staging(device), ByHand())
-        captured._graphs.enabled = True
+    recorder = ByHand() if device.type == "cpu" else None
+    graphs = GraphCache(device, Staging(device), recorder)
+    graphs.enabled = True
+    captured = Sampler(VOCAB, frozenset({2}), device, graphs=graphs)
+    plain = Sampler(VOCAB, frozenset({2}), device, verifier=verify)
     captured.warmup(logits, **{"sequences": SEQUENCES, "rows": len(logits), "q_rows": 30, **most})
-    return captured, plain
+    return captured, plain, graphs, recorder
 
 
 @pytest.mark.parametrize("draft", steps.DRAFTS)
@@ -54,9 +55,9 @@ def test_steps_are_judged_alike_captured_or_not(where, asked, draft):
     """Other tokens, lengths and numbers of rows at every step; what stands behind the logits is no number."""
     device, batch = torch.device(where), 3
     logits = torch.full((ROWS, VOCAB), torch.nan, device=device)
-    captured, plain = samplers(device, logits)
+    captured, plain, graphs, _ = samplers(device, logits)
     generator, sequences = torch.Generator().manual_seed(7), steps.sequences_of(asked, batch)
-    before = len(captured._graphs)
+    before = len(graphs)
     for turn in range(6):
         made, rows, row_of = steps.step(draft, batch, 4, logits[:15], turn % 2, generator)
         logits[len(rows) :] = torch.nan
@@ -66,7 +67,7 @@ def test_steps_are_judged_alike_captured_or_not(where, asked, draft):
         assert torch.equal(rows, raw), "the logits are left as they were"
         for sequence in sequences:
             sequence.tokens.append(5)
-    assert len(captured._graphs) == before > 0
+    assert len(graphs) == before > 0
     assert captured.uncaptured == 0
     assert captured.late_captures == 0 or where == "cuda"
     assert captured.time_is_typical
@@ -77,7 +78,7 @@ def test_steps_are_judged_alike_captured_or_not(where, asked, draft):
 def test_plain_steps_of_any_size_are_judged_alike(asked):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     logits = torch.full((ROWS, VOCAB), torch.nan, device=device)
-    captured, plain = samplers(device, logits)
+    captured, plain, *_ = samplers(device, logits)
     generator, sequences = torch.Generator().manual_seed(3), steps.sequences_of(asked, SEQUENCES)
     for req_index, sequence in enumerate(sequences):
         sequence.req_index = 2 * req_index + 1
@@ -105,7 +106,7 @@ def test_logprobs_beside_a_wide_captured_tree_are_of_the_drafts_depth(monkeypatc
     nor are many rows at once, which take a row of the vocabulary each, several times."""
     batch, width, device = 24, 20, torch.device("cpu")
     logits = torch.full((batch * (width + 1), VOCAB), torch.nan)
-    captured, plain = samplers(device, logits, sequences=batch)
+    captured, plain, *_ = samplers(device, logits, sequences=batch)
     parents = torch.tensor([-1] * 8 + [node % 8 for node in range(8)] + [8, 9, 10, 11]).expand(batch, -1)
     depth = torch.tensor([1] * 8 + [2] * 8 + [3] * 4).expand(batch, -1)
     tokens = torch.randint(VOCAB, (batch, width), generator=torch.Generator().manual_seed(1))
@@ -130,9 +131,9 @@ def test_logprobs_beside_a_wide_captured_tree_are_of_the_drafts_depth(monkeypatc
 def test_nothing_is_captured_but_in_the_warmup_and_other_sizes_run_uncaptured():
     device = torch.device("cpu")
     logits = torch.randn(ROWS, VOCAB)
-    captured, plain = samplers(device, logits, q_rows=0)
-    recorder, before = captured._graphs._recorder, captured._graphs._recorder.captures
-    assert before == len(captured._graphs) == len(set(captured._graphs.keys()))
+    captured, plain, graphs, recorder = samplers(device, logits, q_rows=0)
+    before = recorder.captures
+    assert before == len(graphs) == len(set(graphs.keys()))
     sequences = steps.sequences_of("each its own", 3)
     generator = torch.Generator().manual_seed(2)
     wide = Draft.chains(torch.zeros(3, WIDTHS[-1] + 1, dtype=torch.int64), torch.tensor([1, 0, 2]))

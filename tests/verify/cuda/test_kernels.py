@@ -14,7 +14,7 @@ from paceline.core import rng
 from paceline.core.draft import Proposal
 from paceline.core.rng import Lane
 from paceline.core.verdict import TokenKind
-from paceline.engine.sampler import Sampler
+from paceline.platform.staging import Staging
 from paceline.verify import (
     DrawKeys,
     Nodes,
@@ -26,6 +26,7 @@ from paceline.verify import (
     propose,
     verify,
 )
+from paceline.verify.cuda.graphs import GraphCache
 from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted
@@ -267,7 +268,7 @@ def test_the_hashes_are_the_hosts_bit_for_bit(kernels_alone):
     where = "cpu" if interpreted() else "cuda"
     there = [word.to(where) for word in words]
     for lane in Lane:
-        start = rng._lane_constant(lane)
+        start = rng.lane_constant(lane)
         for count in (1, 2, 3):
             assert torch.equal(rng_triton.bits(start, there[:count]).cpu(), rng.bits(lane, *words[:count]))
         assert torch.equal(rng_triton.uniform(start, there).cpu(), rng.uniform(lane, *words))
@@ -368,8 +369,7 @@ except ImportError:
 
 
 def test_every_kind_of_step_of_the_warm_up_runs_on_the_kernels(kernels):
-    sampler = Sampler(40, frozenset({2}), torch.device("cpu"))
-    sampler._graphs.prepare(torch.zeros(4, 40), sequences=2, rows=4, q_rows=3)
-    for key in sampler._graphs.kinds():
-        verdict = sampler._graphs.run(key, verify)
-        assert verdict.tokens.shape == (key.batch, key.width + 1)
+    graphs = GraphCache(torch.device("cpu"), Staging(torch.device("cpu")))
+    graphs.prepare(torch.zeros(4, 40), sequences=2, rows=4, q_rows=3)
+    for key in graphs.kinds():
+        assert graphs.run(key, verify).tokens.shape == (key.batch, key.width + 1)
