@@ -18,7 +18,7 @@ from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan, slots_of
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
 
-FEW_ROWS = 7  # MKL multiplies (N, K) by (K, M) up to three times as fast as (M, K) by (K, N) up to here
+FEW_ROWS = 7  # rows M up to which MKL multiplies (N, K) by (K, M) faster than (M, K) by (K, N)
 LIMIT = 1 << 24  # numbers that a group gathers or computes at once; larger groups are divided
 
 
@@ -167,7 +167,7 @@ class PassReads:
         self._groups: dict[tuple[int | None, int, int], list[SequenceGroup]] = {}
 
     def rotation(self, rope: RopeArgs) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rows' positions, (M, 1, D / 2)."""
+        """Return cos and sin of the rows' positions, (M, 1, D / 2)."""
         if self._rotation is None or self._rotation[0] is not rope.cos:
             at = self.positions
             self._rotation = rope.cos, rope.cos[at][:, None], rope.sin[at][:, None]

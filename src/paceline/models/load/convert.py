@@ -1,4 +1,4 @@
-"""Writes a GGUF file out as a Hugging Face folder: its blocks unchanged, config, tokenizer; one tensor at a time."""
+"""A GGUF file as a Hugging Face folder: its blocks unchanged, config and tokenizer, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def convert_gguf(file: GGUFFile, folder: Path, progress: PullProgress) -> None:
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json as transformers 4 and 5 both read it."""
+    """Return a config.json that transformers 4 and 5 read."""
     class_name = {name: key for key, name in ARCHITECTURES.items()}[config.architecture]
     raw: dict[str, Any] = {
         "architectures": [class_name],

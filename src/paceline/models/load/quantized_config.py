@@ -1,8 +1,8 @@
 """`quantization_config` of a Hugging Face config.json: how each linear layer's weight is stored. No torch.
 
-Read: compressed-tensors (integers in groups or per channel, FP8), AWQ, GPTQ, FP8. Everything else is refused by name
-before any weight is read. Only weights are stored in few bits here: where a checkpoint asks for rounded activations or
-a rounded cache too, it is read and a note says that they are not rounded.
+Methods: compressed-tensors (integers in groups or per channel, FP8), AWQ, GPTQ, FP8. Others are refused by name before
+any weight is read. Only weights are quantised: where a checkpoint asks for rounded activations or a rounded cache, a
+note says that they are not rounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPANDED = "weights with a scale for each block of rows and columns ({} x {}) ar
 CACHE_NOTE = "the checkpoint's scales for an fp8 cache are not used"
 
 
-class Layout(enum.Enum):
+class CodeLayout(enum.Enum):
     """Names, shapes and order of the tensors that hold a weight."""
 
     PACKED = "packed"  # compressed-tensors: codes of one row in int32 words
@@ -33,9 +33,9 @@ class Layout(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a (N, K) weight is stored."""
+    """The storage of a (N, K) weight."""
 
-    layout: Layout
+    layout: CodeLayout
     bits: int
     is_float: bool = False  # e4m3
     group: int | None = None  # columns that share a scale; None: a row
@@ -47,18 +47,20 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantization:
+    """The method of a checkpoint, and the storage of its linear layers."""
+
     method: str
     targets: tuple[tuple[str, Scheme], ...]  # names, `re:` patterns or classes of layers
     ignore: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def scheme_of(self, layer: str) -> Scheme | None:
-        """Of a linear layer by its name. An exact name outranks a pattern, and that the class Linear."""
+        """Return the storage of a linear layer. An exact name outranks a pattern, a pattern the class Linear."""
         if any(_matches(pattern, layer) for pattern in self.ignore):
             return None
-        found = [(target, scheme) for target, scheme in self.targets if _matches(target, layer)]
-        found.sort(key=lambda match: (match[0] == LINEAR, match[0].startswith(PATTERN)))
-        return found[0][1] if found else None
+        matches = [(target, scheme) for target, scheme in self.targets if _matches(target, layer)]
+        matches.sort(key=lambda match: (match[0] == LINEAR, match[0].startswith(PATTERN)))
+        return matches[0][1] if matches else None
 
 
 LINEAR, PATTERN = "Linear", "re:"
@@ -124,7 +126,7 @@ class QuantizationFields(JsonFields):
 # -- compressed-tensors
 
 PACKED = "pack-quantized"
-FORMATS = {  # and the types of their codes
+FORMATS = {  # formats, and the types of their codes
     PACKED: ("int",),
     "int-quantized": ("int",),
     "float-quantized": ("float",),
@@ -168,8 +170,8 @@ def _group_scheme(group: QuantizationFields, fields: QuantizationFields) -> Sche
         group = fields
     format_ = group.one_of("format", *FORMATS)
     is_float = weights.one_of("type", *FORMATS[format_], default="int") == "float"
-    layout = Layout.PACKED if format_ == PACKED else Layout.PLAIN
-    bits = weights.one_of("num_bits", *((4, 8) if layout is Layout.PACKED else (8,)))
+    layout = CodeLayout.PACKED if format_ == PACKED else CodeLayout.PLAIN
+    bits = weights.one_of("num_bits", *((4, 8) if layout is CodeLayout.PACKED else (8,)))
     if weights.values.get("actorder") not in (None, False, "weight", "static"):
         raise weights.refused("actorder", "columns in the order of activations (act-order) are not supported")
     if weights.flag("dynamic", False):
@@ -213,7 +215,7 @@ def _awq(fields: QuantizationFields) -> Quantization:
     bits = fields.one_of("bits", 4) if "bits" in fields.values else fields.one_of("w_bit", 4)
     fields.one_of("zero_point", True, default=True)
     group = fields.group("group_size" if "group_size" in fields.values else "q_group_size")
-    return Quantization("awq", ((LINEAR, Scheme(layout=Layout.AWQ, bits=bits, group=group, zeros=True)),))
+    return Quantization("awq", ((LINEAR, Scheme(layout=CodeLayout.AWQ, bits=bits, group=group, zeros=True)),))
 
 
 def _gptq(fields: QuantizationFields) -> Quantization:
@@ -229,7 +231,7 @@ def _gptq(fields: QuantizationFields) -> Quantization:
     if any(not rule.startswith("-:") for rule in dynamic.values):
         raise fields.refused("dynamic", "layers with other bits or groups than the rest are not supported")
     scheme = Scheme(
-        layout=Layout.GPTQ,
+        layout=CodeLayout.GPTQ,
         bits=bits,
         group=group,
         zeros=not fields.flag("sym", True),
@@ -239,13 +241,13 @@ def _gptq(fields: QuantizationFields) -> Quantization:
 
 
 def _fp8(fields: QuantizationFields) -> Quantization:
-    """Two writers share the name: with a `weight_block_size` the scales are called weight_scale_inv."""
+    """Read the FP8 of two writers: with a `weight_block_size` the scales are called weight_scale_inv."""
     if fields.values.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
         raise fields.refused("fmt", "it must be e4m3")
     fields.one_of("activation_scheme", "dynamic", "static", default="dynamic")
     block = None if fields.values.get("weight_block_size") is None else _block(fields, "weight_block_size")
     scale = "weight_scale" if block is None else "weight_scale_inv"
-    scheme = Scheme(layout=Layout.PLAIN, bits=8, is_float=True, block=block, scale=scale)
+    scheme = Scheme(layout=CodeLayout.PLAIN, bits=8, is_float=True, block=block, scale=scale)
     notes = (NOT_ROUNDED.format("fp8"), *(() if block is None else (EXPANDED.format(*block),)))
     return Quantization("fp8", ((LINEAR, scheme),), notes=notes)
 

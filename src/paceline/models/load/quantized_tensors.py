@@ -1,4 +1,4 @@
-"""The tensors of a quantised checkpoint that together hold one weight: which they are, and the weight they stand for.
+"""The tensors of a quantised checkpoint that together hold one weight, and the weight that they stand for.
 
 Names, dtypes and shapes are checked from the files' headers (`find_coded`). A weight is then read as a `StoredWeight`
 of codes beside their scales (`CodedWeight.read`), one weight at a time. The layouts of a (N, K) weight with G scales in
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.files.safetensors_writer import Header
-from paceline.models.load.quantized_config import INSTEAD, Layout, Quantization, Scheme
+from paceline.models.load.quantized_config import INSTEAD, CodeLayout, Quantization, Scheme
 from paceline.models.weights import StoredWeight, WeightKind
 
 Shape = tuple[int, ...]
 Read = Callable[[str], Tensor]  # a tensor of the file by its name
 
 FLOATS, WORDS = ("F32", "F16", "BF16"), ("I32",)
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column 0, 1, ... of its eight lies
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of its columns 0 to 7
 ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # 1 for each code of a word
 NOT_A_NUMBER = 0x7F  # the e4m3 code, without its sign
 UNUSED = (  # scales of activations and of the cache, by the last part of their names
@@ -44,7 +44,7 @@ EMBEDDING = "model.embed_tokens"
 
 
 class Part(NamedTuple):
-    """What a tensor must be."""
+    """The shapes and dtypes that a tensor of a layout may have."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[Shape, ...]  # any of these
@@ -61,7 +61,7 @@ class CodedWeight:
 
     @property
     def kind(self) -> WeightKind:
-        """How the weight is kept. FP8 with a scale for each block of rows and columns is expanded."""
+        """Return the kind of the weight in memory. FP8 with a scale for each block of rows and columns is expanded."""
         if self.scheme.is_float:
             return WeightKind.FP8 if self.scheme.block is None else WeightKind.FLOAT32
         return WeightKind.INT4 if self.scheme.bits == 4 else WeightKind.INT8
@@ -80,8 +80,8 @@ class CodedWeight:
 def find_coded(
     headers: Mapping[str, Header], expected: Mapping[str, Shape], quantization: Quantization, source: str
 ) -> dict[str, CodedWeight]:
-    """The weights that are stored as codes, by the name their numbers would have. One that the file has as plain
-    numbers is not among them, whatever the config says."""
+    """Return the weights that are stored as codes, by the names of unquantised weights. A weight that the file has
+    as numbers is not among them, whatever the config says."""
     coded: dict[str, CodedWeight] = {}
     for name, shape in expected.items():
         layer, _, what = name.rpartition(".")
@@ -98,7 +98,7 @@ def find_coded(
 
 
 def names_of(coded: Iterable[CodedWeight]) -> set[str]:
-    """Of the tensors that hold these weights."""
+    """Return the names of the tensors that hold these weights."""
     return {f"{weight.layer}.{part}" for weight in coded for part in weight.parts}
 
 
@@ -134,11 +134,11 @@ def _parts(scheme: Scheme, shape: tuple[int, int], where: str) -> dict[str, Part
         )
     words = 32 // scheme.bits  # codes in a word
     groups = k // (scheme.group or k)
-    if scheme.layout is Layout.PLAIN:
+    if scheme.layout is CodeLayout.PLAIN:
         return _plain_parts(scheme, n, k, groups)
-    if k % words or (scheme.layout is not Layout.PACKED and n % words):
+    if k % words or (scheme.layout is not CodeLayout.PACKED and n % words):
         raise UnsupportedModel(f"{where}: its {n} rows and {k} columns are no whole words of {words}; {INSTEAD}")
-    if scheme.layout is Layout.PACKED:
+    if scheme.layout is CodeLayout.PACKED:
         parts = {
             "weight_packed": Part(WORDS, ((n, k // words),)),
             "weight_scale": Part(FLOATS, ((n, groups),)),
@@ -148,7 +148,7 @@ def _parts(scheme: Scheme, shape: tuple[int, int], where: str) -> dict[str, Part
         zeros = {"weight_zero_point": Part(WORDS, ((-(-n // words), groups),))}
         return parts | zeros if scheme.zeros else parts
     parts = {"qzeros": Part(WORDS, ((groups, n // words),)), "scales": Part(FLOATS, ((groups, n),))}
-    if scheme.layout is Layout.AWQ:
+    if scheme.layout is CodeLayout.AWQ:
         return {"qweight": Part(WORDS, ((k, n // words),))} | parts
     return {
         "qweight": Part(WORDS, ((k // words, n),)),
@@ -174,13 +174,13 @@ def _plain_parts(scheme: Scheme, n: int, k: int, groups: int) -> dict[str, Part]
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
-    """(M, W) int32 -> (M, W * 32 / bits) uint8."""
+    """Unpack (M, W) int32 -> (M, W * 32 / bits) uint8."""
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else torch.stack([data & 15, data >> 4], -1).flatten(1)
 
 
 def _stored(weight: CodedWeight, data: Tensor, scales: Tensor, zeros: Tensor | None) -> StoredWeight:
-    """`data`: (N, bytes of a row), codes from 0 on; `zeros` likewise."""
+    """Wrap codes from 0 on. `data`: (N, bytes of a row); `zeros` are codes too."""
     if weight.kind is WeightKind.INT8:
         data = (data ^ 128).view(torch.int8)
         zeros = None if zeros is None else zeros.to(torch.int16) - 128
@@ -245,7 +245,7 @@ def _read_gptq(weight: CodedWeight, part: Read) -> StoredWeight:
 
 
 def _check_order(groups: Tensor, weight: CodedWeight) -> None:
-    """The group of each column."""
+    """Refuse columns in another order than that of their groups."""
     k = weight.shape[1]
     if not torch.equal(groups.long(), torch.arange(k) // (weight.scheme.group or k)):
         raise UnsupportedModel(
@@ -254,9 +254,9 @@ def _check_order(groups: Tensor, weight: CodedWeight) -> None:
         )
 
 
-_READ: dict[Layout, Callable[[CodedWeight, Read], StoredWeight]] = {
-    Layout.PACKED: _read_packed,
-    Layout.PLAIN: _read_plain,
-    Layout.AWQ: _read_awq,
-    Layout.GPTQ: _read_gptq,
+_READ: dict[CodeLayout, Callable[[CodedWeight, Read], StoredWeight]] = {
+    CodeLayout.PACKED: _read_packed,
+    CodeLayout.PLAIN: _read_plain,
+    CodeLayout.AWQ: _read_awq,
+    CodeLayout.GPTQ: _read_gptq,
 }

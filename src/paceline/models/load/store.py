@@ -40,7 +40,7 @@ class CachedModel:
 
 
 def cache_home() -> Path:
-    """PACELINE_HOME, else the platform's cache folder; it need not exist yet."""
+    """Return PACELINE_HOME, else the platform's cache folder; it need not exist yet."""
     try:
         home = _chosen_home()
         usable = home.is_dir() or not home.exists()

@@ -22,7 +22,7 @@ Entry = tuple[str, WeightKind, tuple[int, ...]]  # name, kind and shape of a wei
 
 
 def block_shape(stored: tuple[int, ...], kind: str, source: str) -> tuple[WeightKind, tuple[int, ...]]:
-    """The kind by its name, and the shape of the weight that bytes of this shape stand for."""
+    """Return the kind of a name, and the shape of the weight that bytes of a shape stand for."""
     if kind not in (known.name for known in BLOCKS):
         names = ", ".join(known.name for known in BLOCKS)
         raise UnsupportedModel(f"{source} is stored as {kind}, an unknown kind of blocks; known: {names}")

@@ -1,5 +1,5 @@
-"""Codes beside their scales as GGUF's blocks of 32, which a CPU's kernels read, and blocks as codes, which a GPU's do;
-where that changes no number.
+"""Codes beside their scales as GGUF's blocks of 32, which a CPU's kernels read, and blocks as codes, for a GPU's, where
+no number changes.
 
 `as_blocks`: a block's number is d * q with d in float16, so it is exact where the scales are float16 numbers, groups
 are whole blocks, and code - zero fits: four bits for INT4 without zero points (Q4_0), five with (Q5_0), eight for INT8
@@ -18,12 +18,12 @@ from paceline.models.quant.gguf_blocks import codes_of_q4_k, codes_of_q5, codes_
 from paceline.models.weights import BLOCKS, MIDDLE, StoredWeight, WeightKind
 
 BLOCK = 32
-ROWS_AT_ONCE = 1 << 20  # weights repacked at a time: intermediate tensors stay small
+ROWS_AT_ONCE = 1 << 20  # weights repacked at a time; bounds intermediate tensors
 LIMITS = {WeightKind.Q4_0: 8, WeightKind.Q5_0: 16, WeightKind.Q8_0: 128}  # numbers from -limit to limit - 1
 
 
 def as_blocks(weight: StoredWeight) -> StoredWeight | None:
-    """The same numbers as blocks; None where no kind of blocks holds them."""
+    """Convert a weight to blocks of equal numbers; None where no kind of blocks holds them."""
     if weight.kind not in MIDDLE or weight.scales is None or weight.offsets is not None:
         return None
     rows, columns = weight.shape
@@ -46,7 +46,7 @@ def as_blocks(weight: StoredWeight) -> StoredWeight | None:
 
 
 def _numbers(weight: StoredWeight, rows: slice) -> Tensor:
-    """(R, K) int16: code - zero."""
+    """Return code - zero, (R, K) int16."""
     codes = weight.data[rows]
     if weight.kind is WeightKind.INT4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
@@ -58,7 +58,7 @@ def _numbers(weight: StoredWeight, rows: slice) -> Tensor:
 
 
 def _pack(numbers: Tensor, kind: WeightKind) -> Tensor:
-    """(B, 32) -> (B, bytes of a block but its scale)."""
+    """Pack (B, 32) -> (B, bytes of a block but its scale)."""
     if kind is WeightKind.Q8_0:
         return numbers.to(torch.int8).view(torch.uint8)
     codes = (numbers + LIMITS[kind]).to(torch.uint8)
@@ -76,7 +76,7 @@ Parts = tuple[Tensor, Tensor, Tensor | None]  # codes (uint8 up to 15, else int8
 
 
 def as_codes(weight: StoredWeight) -> StoredWeight | None:
-    """None for blocks whose groups are smaller (Q6_K)."""
+    """Convert blocks to codes of equal numbers; None for blocks of smaller groups (Q6_K)."""
     if weight.kind not in _READ:
         return None
     n, k = weight.shape

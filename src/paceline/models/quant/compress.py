@@ -1,4 +1,4 @@
-"""Rounds weights to codes beside their scales, in compressed-tensors' layout: a folder that other software reads too.
+"""Weights rounded to codes beside their scales, in compressed-tensors' layout, which other software reads too.
 
 int4: groups of the largest of 128, 64 and 32 columns that divides every row. fp8: e4m3, a scale for each row. Scales
 follow from the largest weight and are bf16, in which transformers holds them whatever the file has. Embedding, head,
@@ -32,7 +32,7 @@ def is_rounded(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def group_of(config: ModelConfig, source: str) -> int:
-    """Columns that share a scale of int4."""
+    """Return the number of columns that share a scale of int4."""
     shapes = expected_shapes(config)
     widths = {shape[1] for name, shape in shapes.items() if is_rounded(name, shape)}
     group = next((size for size in GROUPS if not any(width % size for width in widths)), None)
@@ -42,7 +42,7 @@ def group_of(config: ModelConfig, source: str) -> int:
 
 
 def quantization_config(kind: WeightKind, group: int) -> dict[str, Any]:
-    """For config.json."""
+    """Return the entry of config.json."""
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     if kind is WeightKind.INT4:
         weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
@@ -76,7 +76,7 @@ def headers(weights: Weights, config: ModelConfig, kind: WeightKind, group: int)
 
 
 def tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, kind: WeightKind, group: int) -> Iterator[Tensor]:
-    """In the order of `headers`."""
+    """Yield the tensors in the order of `headers`."""
     for name, shape in expected_shapes(config).items():
         values = weights[name].numbers()
         if not is_rounded(name, shape):
@@ -89,7 +89,7 @@ def tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, kind: Weig
 
 
 def rounded_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes 0 to 15 (N, K), 8 stands for 0; scales (N, K / group). The largest weight is seven steps and a half."""
+    """Round to codes 0 to 15 (N, K), of which 8 stands for 0, and scales (N, K / group), 7.5 to the largest weight."""
     groups = values.view(len(values), -1, group)
     scales = (groups.abs().amax(2) / 7.5).bfloat16()
     steps = groups / torch.where(scales == 0, 1.0, scales.float())[:, :, None]

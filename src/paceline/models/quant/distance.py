@@ -1,4 +1,4 @@
-"""How far one model's output is from another's: next-token distributions at every position of some prompts."""
+"""The distance between two models: their next-token distributions at every position of some prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.models.plan import PassPlan
 from paceline.text.tokenizer import Tokenizer
 
 BLOCK = 16
-LONGEST = 256  # tokens of a prompt that are compared
+LONGEST = 256  # tokens of a prompt; later ones are not compared
 
 
 class Alone:
@@ -34,7 +34,7 @@ class Alone:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], first: int = 0) -> Tensor:
-        """(M, V) of one pass over these tokens, the first of which is at position `first`."""
+        """Return the logits (M, V) of a pass over tokens from position `first` on."""
         at = torch.arange(first, first + len(tokens), dtype=torch.int32)
         tables = torch.arange(self._num_blocks, dtype=torch.int32)[None]
         plan = PassPlan.in_order(at, at, torch.zeros_like(at), tables, BLOCK, first + len(tokens))
@@ -42,7 +42,7 @@ class Alone:
 
 
 def compared_tokens(model: Path, texts: Iterable[str]) -> list[list[int]]:
-    """Prompts as a model takes them, known before its weights are read."""
+    """Encode prompts, before the model's weights are read."""
     config, tokenizer = load_config(model), Tokenizer.from_path(model)
     found = [tokenizer.encode(text)[: min(LONGEST, config.max_positions)] for text in texts]
     if not any(found):
@@ -56,7 +56,7 @@ def compared_tokens(model: Path, texts: Iterable[str]) -> list[list[int]]:
 
 
 def distance(original: Decoder, rounded: Decoder, prompts: Iterable[Sequence[int]]) -> dict[str, float]:
-    """KL(original || rounded) in nats, and how often the likeliest token is the same."""
+    """Return KL(original || rounded) in nats, and the share of positions with an equal likeliest token."""
     divergences, agreements = [], []
     for tokens in prompts:
         p = _log_probabilities(original, tokens, "original", "its weights are damaged, or too large to compute with")

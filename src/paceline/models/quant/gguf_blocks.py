@@ -1,4 +1,4 @@
-"""The blocks of GGUF files: how many weights share one, where its scales lie, and the numbers it stands for.
+"""The blocks of GGUF files: their weights, the places of their scales, and the numbers that they stand for.
 
 A weight is scale * code, or scale * code + offset. The products are exact in fp32 and the sum is rounded once, so every
 way to compute the expansion gives the same bits (native/blocks.h does it in registers).
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 1 << 22  # weights expanded at a time: intermediate tensors stay small
-EXPONENT = 0x7C00  # of a float16: all ones in what is not finite
+ROWS_AT_ONCE = 1 << 22  # weights expanded at a time; bounds intermediate tensors
+EXPONENT = 0x7C00  # bits of a float16's exponent: all ones where it is not finite
 Expand = Callable[[Tensor], Tensor]  # (B, bytes) -> (B, weights), fp32
 
 
@@ -21,7 +21,7 @@ Expand = Callable[[Tensor], Tensor]  # (B, bytes) -> (B, weights), fp32
 class BlockLayout:
     weights: int
     bytes: int
-    halves: tuple[int, ...]  # where a block's float16 scales lie
+    halves: tuple[int, ...]  # offsets of a block's float16 scales
     expand_blocks: Expand
 
     def weights_in(self, row_bytes: int) -> int:
@@ -31,7 +31,7 @@ class BlockLayout:
         return weights // self.weights * self.bytes
 
     def expand(self, data: Tensor) -> Tensor:
-        """(N, bytes of a row) -> (N, K) in fp32."""
+        """Expand (N, bytes of a row) -> (N, K) in fp32."""
         blocks = data.reshape(-1, self.bytes)
         out = torch.empty((len(blocks), self.weights), dtype=torch.float32, device=data.device)
         step = ROWS_AT_ONCE // self.weights
@@ -45,17 +45,17 @@ class BlockLayout:
 
 
 def half(blocks: Tensor, at: int) -> Tensor:
-    """(B, 1) fp32."""
+    """Read float16 scales, (B, 1) fp32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def nibbles(data: Tensor) -> Tensor:
-    """(..., n) -> (..., 2 n): all low nibbles, then all high ones."""
+    """Split (..., n) -> (..., 2 n): all low nibbles, then all high ones."""
     return torch.cat([data & 15, data >> 4], -1)
 
 
 def bits(data: Tensor) -> Tensor:
-    """(B, n) -> (B, 8 n), the lowest bit of each byte first."""
+    """Split (B, n) -> (B, 8 n), the lowest bit of each byte first."""
     return (data[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
 
 
@@ -68,7 +68,7 @@ def _q4_1(raw: Tensor) -> Tensor:
 
 
 def codes_of_q5(raw: Tensor, at: int) -> Tensor:
-    """The fifth bits of 32 codes lie at `at`, the others behind them."""
+    """Read 32 codes of five bits, of which the fifth bits are at `at` and the others behind them."""
     return nibbles(raw[:, at + 4 :]) | bits(raw[:, at : at + 4]) << 4
 
 
@@ -85,7 +85,7 @@ def _q8_0(raw: Tensor) -> Tensor:
 
 
 def small_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit minima from twelve bytes: (B, 8, 1) each, fp32."""
+    """Read eight 6-bit scales and eight 6-bit minima from twelve bytes: (B, 8, 1) each, fp32."""
     first, second, mixed = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, mixed & 15 | first >> 6 << 4], 1)
     minima = torch.cat([second & 63, mixed >> 4 | second >> 6 << 4], 1)
@@ -93,14 +93,14 @@ def small_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_groups(raw: Tensor, codes: Tensor) -> Tensor:
-    """Q4_K and Q5_K: eight groups of 32 codes (B, 8, 32), each with a scale and a minimum."""
+    """Expand Q4_K and Q5_K: eight groups of 32 codes (B, 8, 32), each with a scale and a minimum."""
     scales, minima = small_scales(raw[:, 4:16])
     d, least = half(raw, 0)[:, :, None], half(raw, 2)[:, :, None]
     return (d * scales * codes.float() - least * minima).flatten(1)
 
 
 def codes_of_q4_k(raw: Tensor) -> Tensor:
-    """(B, 8, 32)."""
+    """Read the codes, (B, 8, 32)."""
     return nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
@@ -119,7 +119,7 @@ def _q5_k(raw: Tensor) -> Tensor:
 
 
 def _q6_k(raw: Tensor) -> Tensor:
-    """Two halves of 128; in each, quarters of 32 share bytes: nibbles of `low`, two bits each of `high`."""
+    """Expand two halves of 128, in which quarters of 32 share bytes: nibbles of `low`, two bits each of `high`."""
     low = nibbles(raw[:, :128].reshape(-1, 2, 64))  # (B, 2, 128)
     pairs = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
     high = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> pairs & 3).flatten(2)

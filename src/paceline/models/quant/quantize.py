@@ -1,5 +1,5 @@
-"""Rounds a checkpoint's weights to blocks of codes, in GGUF's formats, and writes them as a folder of its own; or to
-codes beside their scales (`compress`).
+"""A checkpoint's weights rounded to blocks of codes in GGUF's formats, or to codes beside their scales (`compress`), in
+a folder of its own.
 
 Scales follow from the largest and the least weight of a block. Codes are rounded against the scales as they are stored,
 so that a weight is at most half a step away from its code. Embedding and head are q8_0 whatever the layers are: they
@@ -31,13 +31,13 @@ from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 TARGETS = {"q8_0": WeightKind.Q8_0, "q4_1": WeightKind.Q4_1, "q4_k": WeightKind.Q4_K}
 NAMES = (*TARGETS, *COMPRESSED)
 CONFIG = "config.json"
-FALLBACK = WeightKind.Q4_1  # of q4_k, where rows are not whole blocks of 256
+FALLBACK = WeightKind.Q4_1  # in place of q4_k where rows are not whole blocks of 256
 COPIED = (".json", ".jinja", ".model", ".txt")
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def quantize(values: Tensor, kind: WeightKind) -> StoredWeight:
-    """(N, K) numbers as blocks; K is a multiple of the blocks' weights."""
+    """Round (N, K) numbers to blocks; K is a multiple of the blocks' weights."""
     blocks = values.float().reshape(-1, BLOCKS[kind].weights)
     data = _ENCODE[kind](blocks)
     return StoredWeight.of_blocks(kind, data.view(len(values), -1))
@@ -52,8 +52,8 @@ Write = Callable[[Path], None]  # into a folder
 def quantize_folder(
     source: Path, to: str, out: Path, progress: Progress, complete: Callable[[Path, Counts], None] | None = None
 ) -> Counts:
-    """Writes `out`, which must not exist yet. `complete` adds to its files before they are in place; where it raises,
-    nothing is left."""
+    """Write the folder `out`, which must not exist. `complete` adds files before it is in place; if it raises, there is
+    no folder."""
     if to not in NAMES:
         raise InvalidParameter("to", f"{to!r} is not one of {', '.join(NAMES)}")
     refuse_existing(out)
@@ -79,9 +79,9 @@ def quantize_folder(
 
 
 def _copy_settings(source: Path, folder: Path) -> None:
-    """Config and tokenizer: all files that are read beside the weights."""
-    kept = [file for file in sorted(source.iterdir()) if file.suffix in COPIED and file.name != MANIFEST]
-    for file in (*kept, *source.glob(f"{TEMPLATES}*.jinja")):
+    """Copy config and tokenizer: all files that are read beside the weights."""
+    files = [file for file in sorted(source.iterdir()) if file.suffix in COPIED and file.name != MANIFEST]
+    for file in (*files, *source.glob(f"{TEMPLATES}*.jinja")):
         if file.is_file() and "safetensors" not in file.name:
             try:
                 data = file.read_bytes()
@@ -151,7 +151,7 @@ def choose_kinds(config: ModelConfig, wanted: WeightKind, source: str) -> dict[s
 
 
 def write_card(folder: Path, *, name: str, model: str, to: str, kinds: Counts, distance: dict[str, float]) -> None:
-    """README.md for people, paceline.json for programs."""
+    """Write README.md for people and paceline.json for programs."""
     counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     lines = [
         f"# {model}, weights rounded to {to}",
@@ -183,18 +183,18 @@ def _stored(weight: StoredWeight, kind: WeightKind, source: str) -> StoredWeight
 
 
 def _half_bytes(values: Tensor) -> Tensor:
-    """(B, n) -> (B, 2 n) bytes, float16."""
+    """Convert (B, n) to float16, (B, 2 n) bytes."""
     return values.half().view(torch.uint8)
 
 
 def _divided(values: Tensor, step: Tensor, largest: int, least: int = 0) -> Tensor:
-    """Whole steps of (B, n) values; all 0 where the step is."""
+    """Count the steps of (B, n) values; 0 where the step is 0."""
     steps = torch.where(step == 0, torch.zeros_like(values), values / step)
     return steps.round().clamp(least, largest)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """(..., 2 n) codes of 4 bits -> (..., n) bytes: the first half low."""
+    """Pack (..., 2 n) codes of 4 bits -> (..., n) bytes, the first half low."""
     low, high = codes.to(torch.uint8).chunk(2, -1)
     return low | high << 4
 
@@ -213,7 +213,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    """Groups of 32 in a block of 256, whose scales and minima are 6-bit multiples of two halves."""
+    """Round blocks of 256: groups of 32, whose scales and minima are 6-bit multiples of two halves."""
     groups = blocks.view(-1, 8, 32)
     minima = -groups.amin(2).clamp(max=0)  # (B, 8), subtracted
     scales = (groups.amax(2) + minima).clamp(min=0) / 15
@@ -224,14 +224,14 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _packed_scales(scales: Tensor, minima: Tensor) -> Tensor:
-    """Eight 6-bit scales and minima in twelve bytes: the last four's high bits above the first four's."""
+    """Pack eight 6-bit scales and minima in twelve bytes: the high bits of the last four above the first four."""
     s, m = scales.to(torch.uint8), minima.to(torch.uint8)
     first, last = s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6
     return torch.cat([first, last, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4], 1)
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """(B, 8, 32) -> (B, 128): groups 2 i and 2 i + 1 share 32 bytes."""
+    """Pack (B, 8, 32) -> (B, 128): groups 2 i and 2 i + 1 share 32 bytes."""
     return _nibbles(codes.reshape(-1, 4, 64)).flatten(1)
 
 

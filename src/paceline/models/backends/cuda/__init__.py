@@ -1,1 +1,1 @@
-"""The CUDA kernels, one file per idea. Only CUDA code imports them: triton is not installed everywhere."""
+"""The CUDA kernels, one file for each idea. Only CUDA code imports them: triton is not installed everywhere."""

@@ -22,7 +22,7 @@ BLOCK = 8192  # tokens of the vocabulary that one argmax covers
 
 
 def begin_rows(after: UnreadVerdict, known: Tensor, into: Placed) -> None:
-    """Place the READ last tokens of each row as the rows of a pass; `known` is of `known_of`."""
+    """Place the READ last tokens of each row as the rows of a pass; `known` is made by `known_of`."""
     plan = into.plan
     _begin[(known.shape[1],)](
         after.tokens, after.tokens.stride(0), after.num_accepted, known, known.shape[1],
@@ -54,7 +54,7 @@ def advance_rows(
 
 
 def known_of(rows: Sequence[tuple[int, int, int, int]]) -> Tensor:
-    """(4, R), on the host: row of the verdict, position and value of the last token before it, end of the blocks."""
+    """Return (4, R) on the host: row of the verdict, position and value of the last token before it, blocks' end."""
     return torch.tensor(rows, dtype=torch.int64).T.contiguous()
 
 
@@ -104,7 +104,7 @@ def _advance(
 
 @triton.jit
 def _put(place, owner, position, end, positions, slots, prefix, reach, tables, header, BLOCK_SIZE: tl.constexpr):
-    """A row of a pass at a position; where no block is left for it, its K/V are not written."""
+    """Write a row of a pass at a position; where no block is left for it, its K/V are not written."""
     inside = position < end
     position = tl.minimum(position, end - 1)
     block = tl.load(tables + owner * tl.load(header) + position // BLOCK_SIZE)

@@ -1,9 +1,9 @@
-"""Accepted paths of token trees moved into place in every layer: one launch, and the host need not know the paths.
+"""Accepted paths of token trees moved into place in every layer: one launch, without the paths on the host.
 
 The node accepted at depth d (counted from 0) moves to the slot of node d. Nodes come after their ancestors, so it is
 node d itself, which stays, or a later one. Hence, in ascending order of depth, no slot is read after it was written:
 the slots written before are those of nodes below d. A slot that is read may be written at a later depth; a barrier
-separates the two. No two programs share an element.
+separates the two. Programs share no element.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -19,9 +19,9 @@ WARP = 256  # elements of one warp
 
 
 def compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
-    """`storage` (L, 2, num_slots, heads, dim); `nodes` and `path` as `KVCache.compact` takes them."""
+    """Move paths in `storage` (L, 2, num_slots, heads, dim); `nodes` and `path` are those of `KVCache.compact`."""
     layers, _, _, heads, dim = storage.shape
-    if storage.itemsize == 1:  # whatever the dtype of bytes, on GPUs without it too
+    if storage.itemsize == 1:  # bytes of any dtype, also on GPUs without it
         storage = storage.view(torch.uint8)
     block = min(triton.next_power_of_2(heads * dim), MOST)
     _compact[(len(nodes), 2 * layers, triton.cdiv(heads * dim, block))](
@@ -33,7 +33,7 @@ def compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["width", "depth"])
 def _compact(storage, plane, nodes, width, path, depth, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program moves some elements of K or V of one layer, for one sequence."""
+    """Move some elements of K or V of one layer, for one sequence."""
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     elements = storage + tl.program_id(1).to(tl.int64) * plane + at
     nodes += tl.program_id(0) * width

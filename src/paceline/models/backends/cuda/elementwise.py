@@ -1,4 +1,4 @@
-"""The small steps between products: residual add + RMSNorm, q/k norm + RoPE + cache write, SiLU * up.
+"""Small operations between products: residual add + RMSNorm, q/k norm + RoPE + cache write, SiLU * up.
 
 One program sees a whole row (or head), so a row's sums have one order.
 """
@@ -16,9 +16,9 @@ from paceline.platform.launch import overlapped, release, wait
 
 
 def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x += added in place, where given; returns the normed rows.
+    """Add `added` to x in place, if given; return the normed rows.
 
-    `added` may be the segments of a product, (S, M, H) in fp32: their sum in order, rounded as x is, is added.
+    `added` may be the segments of a product, (S, M, H) in fp32: their sum in order is rounded to the dtype of x.
     """
     rows, hidden = x.shape
     assert x.is_contiguous()
@@ -61,7 +61,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def sum_segments(at, stride, inside, SEGMENTS: tl.constexpr):
-    """The sums of a product's segments, added in order."""
+    """Add the sums of a product's segments, in order."""
     total = tl.load(at, mask=inside, other=0.0)
     for segment in tl.static_range(1, SEGMENTS):
         total += tl.load(at + segment * stride, mask=inside, other=0.0)
@@ -70,14 +70,14 @@ def sum_segments(at, stride, inside, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def rotate(first, second, c, s):
-    """The rotary embedding of pairs of lanes, one rounding each."""
+    """Rotate pairs of lanes, with one rounding each."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     return tl.fma(a, c, -(b * s)).to(first.dtype), tl.fma(b, c, a * s).to(first.dtype)
 
 
 @triton.jit
 def cached(value, cache):
-    """A value as the cache stores it; e4m3 reaches 448."""
+    """Convert a value to the dtype of the cache; e4m3 reaches 448."""
     if cache.dtype.element_ty == tl.float8e4nv:
         value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
     return value.to(cache.dtype.element_ty)

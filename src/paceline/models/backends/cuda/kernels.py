@@ -1,5 +1,5 @@
-"""CUDA kernels of our own: a row's bits do not depend on the rows beside it, and a pass costs about what reading the
-weights costs. The kernels themselves are in this folder, one file for each idea.
+"""Triton's kernels as `Kernels`: a row's bits do not depend on the other rows of its pass, and a pass of few rows takes
+about the time to read the weights. The kernels are in this folder, one file for each idea.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def _warn_expanded(kinds: str) -> None:
 
 
 class TritonKernels:
+    """Kernels of a CUDA device."""
+
     name = "triton"
     exact = True
     captures = True
@@ -42,7 +44,7 @@ class TritonKernels:
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Linear:
-        """Codes and blocks stay codes where the kernels' layout fits, for activations in bf16."""
+        """Lay weights out; codes and blocks stay codes where the kernels' layout fits."""
         bias = None if bias is None else bias.detach().contiguous()
         parts = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
         stored = [StoredWeight.of(part) for part in parts]
@@ -52,8 +54,8 @@ class TritonKernels:
         return Linear(replace(one, data=one.data.contiguous()), bias)
 
     def _codes(self, stored: Sequence[StoredWeight]) -> StoredWeight:
-        found = [as_codes(part) if part.kind.is_blocks else part for part in stored]
-        codes = [part for part in found if part is not None and part.kind.has_scales]
+        parts = [as_codes(part) if part.kind.is_blocks else part for part in stored]
+        codes = [part for part in parts if part is not None and part.kind.has_scales]
         if len(codes) == len(stored) and alike(codes) and fits(codes) and self.keeps_codes:
             return laid_out(joined(codes))
         _warn_expanded(", ".join(sorted({part.kind.label for part in stored})))
@@ -88,7 +90,7 @@ class TritonKernels:
         return TritonStack(self, layers, caches, shape)
 
     def work(self, plan: PassPlan, q_heads: int, cache: LayerCache) -> Work:
-        """Once per pass: a plan serves every layer."""
+        """Divide the work of a pass; the division is cached for all of its layers."""
         if isinstance(plan.work, Work):
             return plan.work
         last, work = self._last_work
@@ -121,7 +123,7 @@ class TritonStack:
         return added
 
     def _queries(self, hidden: Tensor, layer: Layer, cache: LayerCache, plan: PassPlan) -> Tensor:
-        """(M, Hq, D), k and v written to the cache; in one kernel unless q and k are normed between."""
+        """Return q (M, Hq, D) and write k and v to the cache: one kernel, unless q and k are normed between."""
         shape = self._shape
         if layer.q_norm is None:
             rotary = Rotary(plan.positions, plan.slots, shape.cos, shape.sin, cache.k, cache.v)

@@ -1,12 +1,11 @@
 """x @ W^T (+ bias) for a few rows or many, with one order of summation.
 
-Every output adds k = 0..15, 16..31, ... in that order in fp32, whatever the tile: the tensor cores take 16 of k at a
-time into the same accumulator. A deep and narrow weight is summed in two segments of k, added at the end: that is a
-property of the weight, not of the pass, so separate programs may compute them when rows are few. So a row's bits depend
-neither on the rows beside it nor on their number. Up to 64 rows share one tile and a pass costs about the time to read
-the weights; more rows take larger tiles, of up to 192 rows. Bits do not depend on which operand is the left one either,
-nor on how it is loaded: by pointers, or in boxes through the copy engine.
-"""
+Every output adds k = 0..15, 16..31, ... in this order in fp32 for every tile: the tensor cores add 16 of k at a time to
+one accumulator. A deep and narrow weight is summed in two segments of k, added at the end: a property of the weight,
+not of the pass, so separate programs may compute the segments when rows are few. So a row's bits depend neither on the
+other rows nor on their number, nor on which operand is the left one, nor on how operands are loaded: by pointers, or in
+boxes through the copy engine. Up to 64 rows share one tile, and a pass takes about the time to read the weights; more
+rows take larger tiles, of up to 192 rows."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ from paceline.models.weights import Linear
 from paceline.platform.launch import fetch, overlapped, release, unfused, wait
 
 FEW_ROWS = 64
-SMALL = 1 << 22  # a weight of no more numbers is prefetched before the previous kernel is done
+SMALL = 1 << 22  # numbers; a weight up to this size is prefetched before the previous kernel is done
 MULTIPROCESSORS = 132
 # With more rows, large products let no kernel start early: its programs would crowd on idle multiprocessors.
 EARLY_ROWS = 192
-APART_ROWS = 256  # up to so many, segments are summed by separate programs
+APART_ROWS = 256  # rows up to which separate programs sum the segments
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Tile:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Rows that are summed together: a weight is read once for both."""
+        """Return the rows that are summed together: a weight is read once for both parts."""
         most = 1 << (self.m.bit_length() - 1)
         return most, self.m - most
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a product of q, k and v needs to rotate q and k, and to write k and v to the cache."""
+    """Arguments of a product of q, k and v that rotates q and k and writes k and v to the cache."""
 
     positions: Tensor  # (M,)
     slots: Tensor  # (M,)
@@ -73,7 +72,7 @@ def linear(
     tile: Tile | None = None,
     ring: Ring | None = None,
 ) -> Tensor:
-    """(M, K) -> (M, N).
+    """Multiply (M, K) -> (M, N).
 
     `gated`: the weight is [gate; up], and the result silu(gate) * up, (M, N / 2). `rotary`: the weight is [q; k; v],
     and the result q, (M, Hq * D). `in_segments`: the result may come as the sums of each segment, (S, M, N) in fp32.
@@ -132,7 +131,7 @@ def linear(
 
 
 def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> TensorDescriptor:
-    """A tile's rows of the weight, in the kernel's order: (..., 2, BK) where rows are paired."""
+    """Describe a tile's rows of the weight, in the kernel's order: (..., 2, BK) where rows are paired."""
     n, k = weight.shape
     if gated:
         return TensorDescriptor(weight, [n // 2, 2, k], [k, n // 2 * k, 1], [tile.n // 2, 2, tile.k])
@@ -143,7 +142,7 @@ def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> Te
 
 
 def add_segments(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None, early: bool) -> Tensor:
-    """(S, M, N) -> (M, N), in order. `early`: it may start before the kernel ahead of it is done."""
+    """Add (S, M, N) -> (M, N), in order. `early`: the kernel may start before the one ahead of it is done."""
     segments, rows, n = parts.shape
     if out is None:
         out = parts.new_empty((rows, n), dtype=dtype)
@@ -158,13 +157,13 @@ def add_segments(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Te
 
 @functools.cache
 def segments_of(n: int, k: int) -> int:
-    """Parts of k that are summed separately and then added in order: few long rows alone would not fill the GPU."""
+    """Return the number of parts of k that are summed separately: few long rows alone would not fill the GPU."""
     return 2 if n <= 4096 <= k and k % 128 == 0 else 1
 
 
 @functools.cache
 def tile_for(rows: int, n: int, k: int, itemsize: int) -> Tile:
-    """As measured on an H200 with bf16 weights."""
+    """Choose the tile, as measured on an H200 with bf16 weights."""
     k //= segments_of(n, k)
     if itemsize > 2:
         return Tile(FEW_ROWS, 32, _divisor(k, 32), 4, 2)
@@ -181,7 +180,7 @@ def tile_for(rows: int, n: int, k: int, itemsize: int) -> Tile:
 
 
 def _many_rows(rows: int, n: int, k: int) -> Tile:
-    """A row beyond a full tile costs as much as another tile, so tiles of 192 are used up to 192 and 384 rows."""
+    """Choose the tile of many rows. A row beyond a full tile costs a whole tile: hence 192 rows up to 192 and 384."""
     if n < 4096 and triton.cdiv(rows, 128) * triton.cdiv(n, 128) < 64:  # less than half of the GPU
         return Tile(FEW_ROWS, 32, _divisor(k, 128), 4, 4)
     thrice = 128 < rows <= 192 or 256 < rows <= 384
@@ -197,7 +196,7 @@ def _many_rows(rows: int, n: int, k: int) -> Tile:
 
 
 def _even(rows: int, n: int, k: int) -> Tile:
-    """Tiles of 256 columns are faster, unless they leave more multiprocessors idle at the end."""
+    """Choose 256 columns, which are faster unless they leave more multiprocessors idle at the end, or 128."""
     waves = [triton.cdiv(triton.cdiv(rows, 128) * triton.cdiv(n, columns), MULTIPROCESSORS) for columns in (128, 256)]
     if n >= 32768 or 2 * waves[1] <= waves[0]:
         return _boxes(128, 256, k, 64, 8, 4)
@@ -209,7 +208,7 @@ def _boxes(m: int, n: int, k: int, step: int, warps: int, stages: int) -> Tile:
 
 
 def _divisor(k: int, most: int) -> int:
-    """The largest step that divides k, so that no load needs a mask; 32, with a mask, if none does."""
+    """Return the largest step that divides k, so that no load needs a mask; 32, with a mask, if none does."""
     while most > 32 and k % most:
         most //= 2
     return most
@@ -217,7 +216,7 @@ def _divisor(k: int, most: int) -> int:
 
 @triton.jit
 def sum_of_products(x_at, w_at, used, at_k, begin, end, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr, BK: tl.constexpr):
-    """Over k in [begin, end); `x_at` and `w_at` point at k = 0."""
+    """Sum over k in [begin, end); `x_at` and `w_at` point at k = 0."""
     BM: tl.constexpr = x_at.shape[0]
     BN: tl.constexpr = w_at.shape[1]
     total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
@@ -241,7 +240,7 @@ def sum_of_boxes(
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, DIM: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The same through descriptors of x and the weight, for BM rows and MORE."""
+    """Sum over k through descriptors of x and the weight, for BM rows and MORE."""
     MORE_ROWS: tl.constexpr = MORE if MORE > 0 else 16
     more = tl.zeros((MORE_ROWS, BN), dtype=tl.float32)
     total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
@@ -322,7 +321,7 @@ def _linear(
     SEGMENTS: tl.constexpr, APART: tl.constexpr, LINES: tl.constexpr, SCALED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """SCALED: sums of a segment are multiplied with their weight row's scale."""
+    """Multiply and finish a tile. SCALED: sums of a segment are multiplied with their weight row's scale."""
     tiles_m = tl.cdiv(rows, BM + MORE)
     first_m = (tl.program_id(0) % tiles_m) * (BM + MORE)
     at_m = first_m + tl.arange(0, BM)

@@ -1,7 +1,7 @@
-"""Writes trees that only the device knows into a pass: tokens, positions, reach and paths of their nodes.
+"""Trees that only the device knows, written into a pass: tokens, positions, reach and paths of their nodes.
 
-One program a tree, one lane a node. A parent that does not come before its node is replaced by the node before it, so a
-broken drafter costs acceptance and nothing else; depths are clipped to `max_depth`.
+A program has a tree, a lane a node. A parent that does not come before its node is replaced by the node before it, so a
+broken drafter lowers acceptance and changes no answer; depths are clipped to `max_depth`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _above(parents, node, mask):
 
 SIZES = ["stride", "tokens_stride", "path_width", "max_depth"]
 POINTERS = ["parents_ptr", "drafted_ptr"]  # parts of larger tensors, aligned or not
-NUMBERS = tl.constexpr(4)  # of a tree: columns of `DeviceTrees.numbers`
+NUMBERS = tl.constexpr(4)  # columns of `DeviceTrees.numbers`
 
 
 @triton.jit(do_not_specialize=[*SIZES, *POINTERS])
@@ -69,6 +69,6 @@ def place_trees(plan: PassPlan, tokens: Tensor, numbers: Tensor, trees: DeviceTr
 
 
 def compile_place(plan: PassPlan, tokens: Tensor, numbers: Tensor) -> None:
-    """Compile the kernel; what it writes into the pass is overwritten before that is run."""
+    """Compile the kernel by a launch whose output is overwritten before the pass is run."""
     one = torch.zeros(1, 1, dtype=torch.int64, device=plan.positions.device)
     place_trees(plan, tokens, numbers, DeviceTrees(np.zeros((1, 4), np.int32), one, one - 1, max_depth=1))

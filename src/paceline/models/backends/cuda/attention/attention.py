@@ -1,10 +1,10 @@
 """Paged attention for prefill chunks, decodes and token trees in one batch, with one order of summation.
 
-A row sees the logical keys [0, reach). They are divided into blocks of 64 keys, and blocks grouped into chunks of 8 (of
-4 early in the context, so that a short one fills the GPU too). Every block gives a softmax of its own (maximum, sum,
-weighted values); blocks are folded in order into their chunk, chunks in order into the result, always by the same
-arithmetic. So a row's bits are a function of its keys alone, while the work can be divided to suit the batch: a program
-may take a block, some of the chunks or the whole context.
+A row sees the logical keys [0, reach): blocks of 64 keys, in chunks of 8 blocks (of 4 early in the context, so that a
+short one fills the GPU too). Every block gives a softmax of its own (maximum, sum, weighted values); blocks are folded
+in order into their chunk, chunks in order into the result, by one arithmetic. So a row's bits are a function of its
+keys alone, while the division of work suits the batch: a program takes a block, some of the chunks or the whole
+context.
 
 Rows of one sequence share a tile and read keys through the block table. A tree node's last blocks, from the one its
 committed context ends in, hold its own ancestors: they are read by explicit slots, one program per node, and folded in
@@ -52,7 +52,7 @@ class Workspace:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors that a captured graph points into and must keep alive: a larger pass replaces them here."""
+        """Return the tensors that a captured graph points into and keeps alive: a larger pass replaces them here."""
         return list(self._buffers.values())
 
 
@@ -65,7 +65,7 @@ def attention(
     window: int | None,
     workspace: Workspace,
 ) -> Tensor:
-    """(M, Hq, D) -> (M, Hq * D)."""
+    """Attend (M, Hq, D) -> (M, Hq * D)."""
     rows, q_heads, dim = q.shape
     kv_heads, division = cache.k.shape[1], work.division
     out = q.new_empty((rows, q_heads * dim))
@@ -128,7 +128,7 @@ def attention(
 
 
 def pipelines(q: Tensor) -> bool:
-    """Whether `attend_pipelined` supports this dtype on this device."""
+    """Return whether `attend_pipelined` supports this dtype on this device."""
     return (
         pipelined is not None
         and not INTERPRETED
@@ -139,7 +139,7 @@ def pipelines(q: Tensor) -> bool:
 
 
 def shape_of(division: Division, padded: int, element_size: int) -> dict[str, Any]:
-    """Tiles of `attend_shared` and its launch options."""
+    """Return the tiles of `attend_shared` and its launch options."""
     tile = max(division.tile, TILE)
     light = padded * element_size <= 256
     flat, wide = division.direct and tile == TILE and light, tile > TILE and light

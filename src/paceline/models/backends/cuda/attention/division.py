@@ -1,8 +1,8 @@
-"""How the work of attention is divided: contexts into blocks and chunks of keys, rows into tiles, dealt to programs.
+"""The division of attention's work: contexts into blocks and chunks of keys, rows into tiles, dealt to programs.
 
-Where a sum is split depends on the position alone (KEYS, EARLY, CHUNK), for bits depend on it; everything else may
-depend on the batch. Programs are dealt to tiles by the lengths of their contexts: a chunk of a long prompt beside many
-decodes is a few tiles with most of the work.
+The positions where a sum is split are fixed (KEYS, EARLY, CHUNK), since bits depend on them; all else may depend on the
+batch. Programs are dealt to tiles by the lengths of their contexts: a chunk of a long prompt beside many decodes is a
+few tiles with most of the work.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from paceline.models.plan import PassPlan
 
 Array = np.ndarray[Any, Any]
 HEADER = 4  # ints before the shares: width of the block tables, whether a unit is a block, two unused
-KEYS = 64  # of a block
+KEYS = 64  # keys of a block
 EARLY = 16  # blocks, in chunks of half the size
-CHUNK = 8  # blocks
-SPLIT_BLOCKS = 40  # a pass of no more blocks than this, over all its tiles of 64 rows, is divided block by block
-PROGRAMS = 256  # about two for every multiprocessor: as many as run at once
+CHUNK = 8  # blocks of a chunk
+SPLIT_BLOCKS = 40  # blocks of all tiles of 64 rows, up to which a pass is divided block by block
+PROGRAMS = 256  # programs that run at once, about two for every multiprocessor
 NARROW = 16  # q rows of a tile where every sequence has one token; with more, the pass is divided block by block
 TILE = 64
-MOST_PARTS = 2_400_000  # of rows of all heads in scratch, with heads of 128 1.2 GB; trees of many rows have more
+MOST_PARTS = 2_400_000  # parts of rows of all heads in scratch, 1.2 GB for heads of 128; trees may have more
 WIDE_FROM = 64  # q rows of a sequence; with more, tiles have twice as many rows
-KNOWN = 256  # deals that are kept
+KNOWN = 256  # cached deals
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the work of a pass is divided: these numbers shape the kernels' grids. What changes from pass to pass
-    (`Work`) is read from memory, so one division serves many passes, among them all replays of a captured graph."""
+    """The shape of the kernels' grids. `Work`, which changes from pass to pass, is read from memory, so one division
+    serves many passes, among them all replays of a captured graph."""
 
     tile: int  # q rows (tokens x heads of a group) of a tile
     num_tiles: int
@@ -45,10 +45,10 @@ class Division:
 
     @staticmethod
     def of(q_rows: int, num_tiles: int, tile: int, path_width: int, kv_heads: int, max_len: int) -> Division:
-        """`q_rows`: of all tiles together; `max_len`: the longest context for which grids and scratch are sized."""
+        """Divide `q_rows` rows of all tiles; grids and scratch are sized for contexts of `max_len`."""
         blocks = max(-(-max_len // KEYS), 1)
-        # With enough full tiles for all multiprocessors a pass takes no longer undivided; with fewer, and contexts that
-        # differ, far longer. Divided, all parts of all rows are kept in scratch.
+        # Undivided, a pass takes no longer with enough full tiles for all multiprocessors, and far longer with fewer
+        # and with contexts that differ. Divided, it keeps all parts of all rows in scratch.
         rows, parts = q_rows * kv_heads, int(chunks_of(blocks))
         direct = path_width == 0 and (rows > PROGRAMS // 2 * tile or rows * parts > MOST_PARTS)
         units = 1 if direct else max(int(chunks_of(blocks)), min(blocks, most_by_block(num_tiles * tile)))
@@ -57,19 +57,19 @@ class Division:
         return Division(tile, num_tiles, direct, units, tails, num_tiles + more)
 
     def by_block(self, max_len: int) -> bool:
-        """Whether a unit is a block, in a pass of contexts up to that length; a chunk otherwise."""
+        """Return whether a unit is a block, in a pass of contexts up to `max_len`; else it is a chunk."""
         return -(-max_len // KEYS) <= most_by_block(self.num_tiles * self.tile)
 
     def header(self, max_len: int, table_width: int) -> list[int]:
-        """HEADER ints that the kernels read beside the shares."""
+        """Return the HEADER ints that the kernels read beside the shares."""
         return [table_width, int(self.by_block(max_len)), 0, 0]
 
     def dealt(self, begin: Array, count: Array, reach: Array, max_len: int) -> Array:
-        """(4 * shares,) first row, number of rows, turn and turns of every share: its program takes each `turns`-th
-        unit of a tile, from `turn` on.
+        """Return (4 * shares,): first row, number of rows, turn and turns of every share, whose program takes each
+        `turns`-th unit of a tile, from `turn` on.
 
-        `begin` and `count` as of `tiles_of`; `reach` (M,) int32 may be an estimate where only the device knows it:
-        which program computes a unit depends on it, the result does not.
+        `begin` and `count` are of `tiles_of`; `reach` (M,) int32 may be an estimate where only the device knows it:
+        the program that computes a unit depends on it, the result does not.
         """
         blocks = np.ones(len(begin), np.int32)
         if not self.direct:
@@ -79,10 +79,10 @@ class Division:
 
 @functools.lru_cache(KNOWN)
 def _dealt(division: Division, by_block: bool, begin_bytes: bytes, count_bytes: bytes, block_bytes: bytes) -> Array:
-    """Kept, since a context has one block more every 64 tokens only.
+    """Deal units to shares; cached, since a context has one block more every 64 tokens only.
 
-    No share has more than an equal part of all blocks, but for units, which are whole. Each tile begins a share of its
-    own, so there are at most as many shares as parts and tiles.
+    No share has more than an equal part of all blocks, rounded to units. Each tile begins a share of its own, so there
+    are at most as many shares as parts and tiles.
     """
     begin, count = np.frombuffer(begin_bytes, np.int64), np.frombuffer(count_bytes, np.int64)
     blocks = np.frombuffer(block_bytes, np.int32)
@@ -98,12 +98,12 @@ def _dealt(division: Division, by_block: bool, begin_bytes: bytes, count_bytes: 
 
 
 def most_by_block(q_rows: int) -> int:
-    """Blocks of a context up to which a pass of so many q rows in tiles is divided block by block."""
+    """Return the blocks of a context up to which a pass of `q_rows` rows in tiles is divided block by block."""
     return ((SPLIT_BLOCKS + 1) * TILE - 1) // max(q_rows, 1)
 
 
 def chunks_of(blocks: Any) -> Any:
-    """The number of chunks of so many blocks, or of each of several numbers of blocks."""
+    """Count the chunks of a number of blocks, or of each of several numbers."""
     early = np.minimum(blocks, EARLY)
     return -(-early // (CHUNK // 2)) + -(-(blocks - early) // CHUNK)
 
@@ -115,7 +115,7 @@ class Work:
 
 
 def work_of(plan: PassPlan, group: int, kv_heads: int) -> Work:
-    """The work of a pass; a plan on the device is read back."""
+    """Divide the work of a pass; a plan on the device is read back."""
     tile, begin, count = tiles_of(plan.sequence.cpu().numpy(), group)
     rows, path_width = plan.path.shape
     division = Division.of(rows * group, len(begin), tile, path_width, kv_heads, plan.max_len)
@@ -125,7 +125,7 @@ def work_of(plan: PassPlan, group: int, kv_heads: int) -> Work:
 
 
 def tiles_of(sequence: Array, group: int) -> tuple[int, Array, Array]:
-    """(tile, first row of each tile, its number of rows): runs of rows of one sequence, cut to fit.
+    """Return (tile, first row of each tile, its number of rows): runs of rows of one sequence, cut to fit.
 
     `group` q heads share a K/V head.
     """
@@ -144,7 +144,7 @@ def tiles_of(sequence: Array, group: int) -> tuple[int, Array, Array]:
 
 
 def tile_of(longest: int, runs: int, group: int) -> tuple[int, int]:
-    """q rows of a tile, and its rows, for `runs` runs of rows of one sequence each, the longest of `longest` rows."""
+    """Return q rows of a tile, and its rows, for `runs` sequences' runs of rows, the longest of `longest` rows."""
     tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
     if longest == 1 < runs and group <= NARROW:
         tile = NARROW

@@ -11,7 +11,7 @@ from paceline.platform.launch import release, wait
 
 @triton.jit
 def stored(sums, stats, part, there, dim, DIM: tl.constexpr):
-    """A stored state, or the empty one."""
+    """Load a stored state, or the empty one."""
     high = tl.load(stats + part * 2, mask=there, other=float("-inf"))
     total = tl.load(stats + part * 2 + 1, mask=there, other=0.0)
     return high, total, tl.load(sums + part * DIM + dim, mask=tl.where(there, DIM, 0) > dim, other=0.0)
@@ -19,7 +19,7 @@ def stored(sums, stats, part, there, dim, DIM: tl.constexpr):
 
 @triton.jit
 def fold_into(state, more):
-    """Softmax states of two disjoint sets of keys as one. An empty one (maximum -inf) changes no bit."""
+    """Fold the softmax states of two disjoint sets of keys. An empty one (maximum -inf) changes no bit."""
     high, total, values = state
     more_high, more_total, more_values = more
     top, keep, add = levels(high, more_high)

@@ -1,9 +1,9 @@
 """`attend_shared` in Gluon, Triton's language with explicit layouts and copies: for 16-bit dtypes on Hopper.
 
-The same arithmetic in the same order, so the same bits. It does what Triton's own pipelining cannot: the next block of
-keys and values is loaded while one is computed, in two buffers, which leaves room for two programs on a multiprocessor
-(Triton's loops load after their products, so two buffers hide nothing there); and the next block may belong to another
-unit.
+Its arithmetic and its order are those of `attend_shared`, and so are its bits. Beyond Triton's own pipelining, the next
+block of keys and values is loaded while one is computed, in two buffers, which leaves room for two programs on a
+multiprocessor (Triton's loops load after their products, so two buffers hide nothing there); and the next block may
+belong to another unit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def places_of(
     DIM: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Offsets of a block's keys in the cache, and a mask of the keys that exist."""
+    """Compute the offsets of a block's keys in the cache, and a mask of the keys that exist."""
     key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     page = gl.load(table + key // BLOCK_SIZE, mask=key < last, other=0)
     if WIDE:
@@ -49,7 +49,7 @@ def ends_of(
     prefix, reach, begin, count,
     TILE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, TREE: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """How many keys each row reads through the block table: all but its tail blocks."""
+    """Count the keys that each row reads through the block table: all but its tail blocks."""
     lane = gl.arange(0, TILE, layout=ROW)
     used = (lane // GROUP) < count
     row = begin + lane // GROUP
@@ -62,7 +62,7 @@ def ends_of(
 
 @gluon.jit
 def span_of(nth, num_units, num_blocks, by_block, EARLY: gl.constexpr, CHUNK: gl.constexpr):
-    """(unit, its first block, the block behind its last) of the nth turn: the short units come last."""
+    """Return (unit, its first block, the block behind its last) of the nth turn; short units come last."""
     short = gl.where(num_blocks - first_of(num_units - 1, EARLY, CHUNK) < CHUNK // 2, 1, 0)
     unit = (2 * num_units - 1 - nth - short) % num_units
     first = gl.where(by_block, unit, first_of(unit, EARLY, CHUNK))

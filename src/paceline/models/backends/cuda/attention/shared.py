@@ -1,4 +1,4 @@
-"""Attention of tiles of rows over the keys they read through a block table."""
+"""Attention of tiles of rows over the keys that they read through a block table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def last_block(
     DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys that not all rows of the tile see whole."""
+    """Add a block of keys that some rows of the tile see in part."""
     key = block * KEYS + tl.arange(0, KEYS)
     there = key < last
     page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
@@ -43,7 +43,7 @@ def walk(
     DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """All of a tile's context in one loop, states in registers: loads do not pause at the end of a chunk."""
+    """Attend to all of a tile's context in one loop, states in registers: loads go on at the end of a chunk."""
     empty = nothing(used.shape[0], PADDED, PARTS)
     whole_high, whole_total, whole_values = empty
     high, total, values = empty

@@ -1,6 +1,6 @@
 """Softmax states of a tile's rows in attention's kernels: (maximum, sum, weighted values) of the keys seen so far.
 
-A block of keys gives a state of its own, and states of disjoint keys are folded into one: always by this arithmetic.
+A block of keys gives a state of its own, and states of disjoint keys are folded into one by the arithmetic of `levels`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def chunk_of(block, EARLY: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def first_of(chunk, EARLY: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk's first block."""
+    """Return a chunk's first block."""
     return tl.where(chunk < 2 * EARLY // CHUNK, chunk * (CHUNK // 2), chunk * CHUNK - EARLY)
 
 
 @triton.jit
 def levels(high, more_high):
-    """The maximum of two softmax states, and each state's factor relative to it."""
+    """Return the maximum of two softmax states, and each state's factor relative to it."""
     top = tl.maximum(high, more_high)
     level = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.exp2(high - level), tl.exp2(more_high - level)
@@ -40,9 +40,8 @@ def one_block(
 ):  # fmt: skip
     """Fold one more block of keys into the states of a tile's rows.
 
-    `at`: offsets of its keys in the cache; `there`: whether they exist; `visible` (TILE, KEYS). These may be None for a
-    block that all rows see whole. Keys and values are taken in PARTS of their dimensions, to save registers.
-    """
+    `at`: offsets of its keys in the cache; `there`: whether they exist; `visible` (TILE, KEYS). The last two are None
+    for a block that all rows see whole. Keys and values are taken in PARTS of their dimensions, to save registers."""
     width: tl.constexpr = PADDED // PARTS
     lane = tl.arange(0, width)
     place = at[:, None] + lane[None, :]
@@ -87,7 +86,7 @@ def load_queries(q, q_row, used, DIM: tl.constexpr, PADDED: tl.constexpr, PARTS:
 
 @triton.jit
 def nothing(TILE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr):
-    """The states of rows that have seen no key yet."""
+    """Return the states of rows that have seen no key yet."""
     values = ()
     for _ in tl.static_range(PARTS):
         values = joined(values, tl.zeros((TILE, PADDED // PARTS), tl.float32))
@@ -107,7 +106,7 @@ def store_states(sums, stats, part_row, used, high, total, values, DIM: tl.const
 
 @triton.jit
 def fold_tiles(high, total, values, more_high, more_total, more_values):
-    """For every row of a tile: the states of two disjoint sets of keys as one."""
+    """Fold the states of two disjoint sets of keys, for every row of a tile."""
     top, keep, add = levels(high, more_high)
     folded = ()
     parts: tl.constexpr = len(values)

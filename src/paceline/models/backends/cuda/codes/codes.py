@@ -30,30 +30,30 @@ try:
 except ImportError:  # a Triton without Gluon
     streamed = None  # type: ignore[assignment]
 
-STRIP, STEP = 16, 64  # rows, columns
-KINDS = {WeightKind.FP8: 0, WeightKind.INT8: 1, WeightKind.INT4: 2}  # as kernels know them
-NONE, ZEROS, OFFSETS = range(3)  # what is beside scales
+STRIP, STEP = 16, 64  # rows, columns of a strip
+KINDS = {WeightKind.FP8: 0, WeightKind.INT8: 1, WeightKind.INT4: 2}  # numbers of the kinds in kernels
+NONE, ZEROS, OFFSETS = range(3)  # shifts beside scales
 BYTES_ZERO = 128  # codes of INT8 are stored from 0 on
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How `streamed` is launched."""
+    """The division of `streamed`."""
 
     m: int  # rows of x
     n: int  # rows of the weight, a multiple of 16 * warps
     unroll: int  # steps of 64 columns in a stage
     stages: int
-    warps: int = 4  # that expand and multiply
+    warps: int = 4  # warps that expand and multiply
 
     @property
     def registers(self) -> int:
-        """For each thread; four warps' worth are set aside for the one that copies."""
+        """Return the registers of a thread; those of four warps are set aside for the warp that copies."""
         return min(65536 // (32 * (self.warps + 4)) // 8 * 8, 248)
 
 
 def fits(parts: Sequence[StoredWeight]) -> bool:
-    """Whether strips divide the weights, which are alike, and groups are halves of a step or whole steps."""
+    """Return whether strips divide the weights, which are alike, and groups are halves of a step or whole steps."""
     k = parts[0].shape[1]
     assert parts[0].scales is not None
     group = k // parts[0].scales.shape[1]
@@ -61,12 +61,12 @@ def fits(parts: Sequence[StoredWeight]) -> bool:
 
 
 def keeps_codes(device: torch.device) -> bool:
-    """Other GPUs would expand a weight in every pass, which costs more time than weights in bf16."""
+    """Return whether codes stay codes: other GPUs would expand a weight in every pass, slower than weights in bf16."""
     return INTERPRETED or runs_here(device)
 
 
 def laid_out(weight: StoredWeight) -> StoredWeight:
-    """As `of_codes` has it -> as the kernels read it."""
+    """Convert a weight from the layout of `of_codes` to that of the kernels."""
     assert weight.scales is not None
     n, k = weight.shape
     if weight.kind is WeightKind.FP8:
@@ -100,13 +100,13 @@ def _bytes(data: Tensor, n: int, k: int) -> Tensor:
 
 
 def _by_group(values: Tensor) -> Tensor:
-    """(N, G) -> (G, N / 16, 8, 2)."""
+    """Reorder (N, G) -> (G, N / 16, 8, 2)."""
     n, groups = values.shape
     return values.t().reshape(groups, n // 16, 2, 8).transpose(2, 3).contiguous()
 
 
 def arguments(weight: StoredWeight) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
-    """(codes, scales, shifts) and the options that all kernels of codes share."""
+    """Return (codes, scales, shifts) and the options that all kernels of codes share."""
     assert weight.scales is not None
     shift = weight.offsets if weight.zeros is None else weight.zeros
     beside = NONE if shift is None else OFFSETS if weight.zeros is None else ZEROS
@@ -116,7 +116,7 @@ def arguments(weight: StoredWeight) -> tuple[tuple[Tensor, Tensor, Tensor], dict
 
 
 def expanded(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
-    """(N, K); of FP8 without its scale."""
+    """Expand to (N, K); FP8 without its scale."""
     n, k = weight.shape
     out = torch.empty((n, k), dtype=dtype, device=weight.data.device)
     tensors, options = arguments(weight)
@@ -125,13 +125,13 @@ def expanded(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
 
 
 def in_numbers(weight: Linear, dtype: torch.dtype) -> tuple[Linear, Tensor | None]:
-    """The weight in numbers, and what each row's sums are to be multiplied with."""
+    """Return the weight in numbers, and the factors of each row's sums."""
     scales = weight.weight.scales if weight.weight.kind is WeightKind.FP8 else None
     return Linear(StoredWeight.of(expanded(weight.weight, dtype)), weight.bias), scales
 
 
 def streams(x: Tensor, weight: StoredWeight, gated: bool, dim: int) -> bool:
-    """Whether `streamed` serves: on Hopper, with up to so many rows, where the partners of strips are strips."""
+    """Return whether `streamed` serves: on Hopper, up to MOST_ROWS rows, where the partners of strips are strips."""
     paired = weight.shape[0] % 32 == 0 if gated else dim == 1 or dim % 32 == 0
     return paired and len(x) <= MOST_ROWS and x.dtype == torch.bfloat16 and runs_here(x.device)
 
@@ -146,12 +146,12 @@ def runs_here(device: torch.device) -> bool:
     )
 
 
-MOST_ROWS = 256  # with more, a weight is expanded once for all of them
+MOST_ROWS = 256  # rows up to which codes are expanded in registers; for more, a weight is expanded once
 
 
 @functools.cache
 def ring_for(rows: int, n: int, k: int, kind: WeightKind, group: int = 0) -> Ring:
-    """`k`: columns that one program sums. As measured on an H200 up to 64 rows."""
+    """Choose a ring, as measured on an H200 up to 64 rows. `k`: columns that one program sums."""
     m = min(max(int(triton.next_power_of_2(rows)), 8), 128)
     nibbles, wide = kind is WeightKind.INT4, n >= 16384
     if m <= 16:
@@ -167,7 +167,7 @@ def ring_for(rows: int, n: int, k: int, kind: WeightKind, group: int = 0) -> Rin
 
 
 def _divisor(most: int, k: int, group: int) -> int:
-    """Steps in a stage: stages divide k, and groups or are divided by them."""
+    """Return the steps of a stage: stages divide k, and divide groups or are divided by them."""
     for count in (8, 4, 2, 1):
         columns = STEP * count
         if count <= most and k % columns == 0 and (group == 0 or group % columns == 0 or columns % group == 0):
@@ -178,7 +178,7 @@ def _divisor(most: int, k: int, group: int) -> int:
 def launch_streamed(
     x: Tensor, weight: Linear, into: Tensor, ring: Ring | None, rotary: tuple[Tensor, ...], **options: Any
 ) -> None:
-    """`options`: of `streamed`, but for those that the weight or the ring gives."""
+    """Launch `streamed`. `options` are those that neither the weight nor the ring gives."""
     rows, k = x.shape
     n = weight.weight.shape[0]
     segments, gated, dim = options["SEGMENTS"], options["GATED"], options["DIM"]
@@ -199,8 +199,8 @@ def launch_streamed(
 
 
 def boxes_of(x: Tensor, weight: StoredWeight, ring: Ring, gated: bool, dim: int) -> list[Any]:
-    """What the copy engine brings in one stage, of x, codes, scales and shifts: (k, rows), or (k, spans of strips,
-    strips, 16 rows), where neighbouring spans are paired: gate and up, or the halves of a head. Outside are zeros."""
+    """Describe what the copy engine brings in one stage, of x, codes, scales and shifts: (k, rows), or (k, spans of
+    strips, strips, 16 rows) where spans are paired: gate and up, or the halves of a head. Outside are zeros."""
     rows, k = x.shape
     n = weight.shape[0]
     (data, *beside), codes = arguments(weight)

@@ -1,4 +1,4 @@
-"""Codes to weights in bf16, in registers: each is rounded once, as if it had been expanded beforehand.
+"""Codes expanded to weights in bf16, in registers: each is rounded once, as if expanded beforehand.
 
 A tile is (strips, 8, 4, ...): lane (g, t) of a warp has rows g and g + 8 of a strip, as `codes.laid_out` stores them.
 """
@@ -65,14 +65,14 @@ FLOATS = gl.constexpr(
 FLOAT = gl.constexpr(0)  # kinds of codes
 BYTE = gl.constexpr(1)
 NIBBLE = gl.constexpr(2)
-NONE = gl.constexpr(0)  # what is beside scales
+NONE = gl.constexpr(0)  # shifts beside scales
 ZEROS = gl.constexpr(1)
 OFFSETS = gl.constexpr(2)
 
 
 @gluon.jit
 def rounded(codes, scale, shift, KIND: gl.constexpr, SHIFT: gl.constexpr):
-    """Bytes as (code - zero) * scale or code * scale + offset in fp32, rounded to bf16."""
+    """Expand bytes to (code - zero) * scale or code * scale + offset in fp32, rounded to bf16."""
     if SHIFT == OFFSETS:
         asm: gl.constexpr = WITH_OFFSET_4 if KIND == NIBBLE else WITH_OFFSET_8
         other = shift.to(gl.float32)
@@ -90,7 +90,7 @@ def rounded(codes, scale, shift, KIND: gl.constexpr, SHIFT: gl.constexpr):
 
 @gluon.jit
 def of_nibbles(codes, scale, shift, S: gl.constexpr, SHIFT: gl.constexpr):
-    """(S, 8, 4, Q, 4 / Q, 2, 2) bytes, and (S, 8, 1, Q, 1, 2, 1) of scales -> (16 S, 64) in bf16."""
+    """Expand (S, 8, 4, Q, 4 / Q, 2, 2) bytes with (S, 8, 1, Q, 1, 2, 1) scales -> (16 S, 64) in bf16."""
     if scale.dtype == gl.float32 or SHIFT == OFFSETS:
         low, high = gl.inline_asm_elementwise(BYTES, "=r,=r,r", [codes], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
         low = rounded(low, scale, shift, NIBBLE, SHIFT)
@@ -138,7 +138,7 @@ def of_nibbles(codes, scale, shift, S: gl.constexpr, SHIFT: gl.constexpr):
 
 @gluon.jit
 def of_bytes(codes, scale, shift, KIND: gl.constexpr, SHIFT: gl.constexpr):
-    """32 columns of weights that have a byte each; of FLOAT without its scale."""
+    """Expand 32 columns of weights of a byte each; FLOAT without its scale."""
     if KIND == FLOAT:
         w = gl.inline_asm_elementwise(FLOATS, "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
@@ -148,6 +148,6 @@ def of_bytes(codes, scale, shift, KIND: gl.constexpr, SHIFT: gl.constexpr):
 
 @gluon.jit
 def of_both(first, second, S: gl.constexpr):
-    """Two times 32 columns, (S, 8, 4, 2, 2, 2, 2) -> (16 S, 64)."""
+    """Join two times 32 columns, (S, 8, 4, 2, 2, 2, 2) -> (16 S, 64)."""
     # (strip, lane's row, lane's pair, 16 columns, 8 of them, upper or lower row, one of a pair, 32 columns)
     return gl.join(first, second).permute((0, 5, 1, 7, 3, 4, 2, 6)).reshape([16 * S, 64])

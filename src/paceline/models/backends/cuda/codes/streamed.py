@@ -1,7 +1,7 @@
 """Products with weights stored as codes, in Gluon, for Hopper: codes are expanded in registers, never in memory.
 
 The bits are those of `linear` with the expanded weight: each is rounded to bf16 once, and the tensor cores take 16 of k
-at a time in the same order. `codes.laid_out` puts a lane's share of the tensor cores' left operand into 16 neighbouring
+at a time in its order. `codes.laid_out` puts a lane's share of the tensor cores' left operand into 16 neighbouring
 bytes. A warp of its own has the copy engine fill a ring of stages, each with codes, scales and rows of x, while the
 others expand and multiply. Where rows are paired, gate with up or the two halves of a head, a tile has both.
 """
@@ -31,8 +31,8 @@ REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def place_of(block_n, n, BN: gl.constexpr, GATED: gl.constexpr, HALF: gl.constexpr):
-    """(rows of a span, the tile's span, its first row there). Rows of a span may be paired with those of the next one:
-    of gate with up, of a head's first half (of HALF rows) with its second. A tile does not leave its span."""
+    """Return (rows of a span, the tile's span, its first row in it). Rows of a span may be paired with those of the
+    next: of gate with up, of a head's first half (HALF rows) with its second. A tile does not leave its span."""
     if HALF > 0:
         span = HALF
         tiles = (HALF + BN // 2 - 1) // (BN // 2)
@@ -103,7 +103,7 @@ def copy(
 
 @gluon.jit
 def codes_in(stage, nth: gl.constexpr, TWO: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr):
-    """A lane's 16 bytes of every strip, the `nth` of a stage: (1, TWO, EACH, 4, 128)."""
+    """Load a lane's 16 bytes of every strip, the `nth` of a stage: (1, TWO, EACH, 4, 128)."""
     ACROSS: gl.constexpr = min(EACH, WARPS)
     BOX: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 16], [1, 1, 1, 4, 8], [1, WARPS // ACROSS, ACROSS, 1, 1], [4, 3, 2, 1, 0]
@@ -115,7 +115,7 @@ def codes_in(stage, nth: gl.constexpr, TWO: gl.constexpr, EACH: gl.constexpr, WA
 def scales_in(
     stage, nth: gl.constexpr, Q: gl.constexpr, TWO: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Scales of Q groups, from the `nth` of a stage on: (Q, TWO, EACH, 16 in pieces of 16 bytes)."""
+    """Load scales of Q groups, from the `nth` of a stage on: (Q, TWO, EACH, 16 in pieces of 16 bytes)."""
     ACROSS: gl.constexpr = min(EACH, WARPS)
     PIECE: gl.constexpr = stage.shape[4]
     BOX: gl.constexpr = gl.SliceLayout(
@@ -134,7 +134,7 @@ def taken(
     KIND: gl.constexpr, SHIFT: gl.constexpr, GROUP: gl.constexpr, TWO: gl.constexpr, EACH: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What the `nth` 64 columns of a stage need, in registers: codes, scales, shifts, each of 32 columns and the next.
+    """Load the `nth` 64 columns of a stage into registers: codes, scales, shifts, each of 32 columns and the next.
     Where a group goes on, its scales are those `before`."""
     codes = rings[1].index(slot)
     if KIND == NIBBLE:
@@ -165,7 +165,7 @@ def taken(
 
 @gluon.jit
 def beside_lanes(values, S: gl.constexpr, CODES: gl.constexpr):
-    """As `scales_in` has them -> (S, 8, 1, Q, 1, 2, 1), each where its codes are."""
+    """Move scales from the layout of `scales_in` to that of codes, (S, 8, 1, Q, 1, 2, 1)."""
     Q: gl.constexpr = values.shape[0]
     SCALE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(6, CODES)))
     values = values.reshape([Q, S, 8, 2]).permute((1, 2, 0, 3))
@@ -178,7 +178,7 @@ def expanded(
     given, KIND: gl.constexpr, SHIFT: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr,
     LEFT: gl.constexpr,
 ):  # fmt: skip
-    """64 columns of a tile's weights, (16 S, 64) in bf16, from what was `taken`."""
+    """Expand 64 columns of a tile's weights to (16 S, 64) in bf16, from the result of `taken`."""
     Q: gl.constexpr = 2 if KIND == NIBBLE and GROUP == 32 else 1
     SHAPE: gl.constexpr = [S, 8, 4, Q, 4 // Q, 2, 2] if KIND == NIBBLE else [S, 8, 4, 2, 2, 2, 2]
     CODES: gl.constexpr = gl.BlockedLayout(
@@ -208,7 +208,7 @@ def multiply(
     UNROLL: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DIM: gl.constexpr, KV_HEADS: gl.constexpr,
     BIASED: gl.constexpr, APART: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Weights are expanded while those before them are multiplied; the next codes leave the ring before that."""
+    """Expand weights while those before them are multiplied; the next codes leave the ring before that."""
     S: gl.constexpr = BN // 16
     HALF: gl.constexpr = DIM // 2 if KV_HEADS > 0 else 0
     TWO: gl.constexpr = 2 if GATED or KV_HEADS > 0 else 1
@@ -257,7 +257,7 @@ def finish(
     GATED: gl.constexpr, DIM: gl.constexpr, KV_HEADS: gl.constexpr, BIASED: gl.constexpr, APART: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Store the sums (BN, BM), or what they are for: gated, or q rotated and k and v in their slots."""
+    """Store the sums (BN, BM) as they are or gated, or q rotated and k and v in their slots."""
     TYPE: gl.constexpr = out.dtype.element_ty
     if GATED or KV_HEADS > 0:
         PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, WARPS, 1], [2, 0, 1])
@@ -321,7 +321,7 @@ def streamed(
     UNROLL: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DIM: gl.constexpr, KV_HEADS: gl.constexpr,
     BIASED: gl.constexpr, SEGMENTS: gl.constexpr, APART: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Boxes as `codes.boxes_of` has them; GROUP: columns that share a scale, 0 for one scale a row."""
+    """Multiply a tile. Boxes are of `codes.boxes_of`; GROUP: columns that share a scale, 0 for one scale a row."""
     gl.static_assert(SEGMENTS == 1 or APART)
     gl.static_assert(GROUP == 0 or GROUP % (64 * UNROLL) == 0 or 64 * UNROLL % GROUP == 0)
     HALF: gl.constexpr = DIM // 2 if KV_HEADS > 0 else 0
