@@ -93,41 +93,42 @@ def linear(
     if rows == 0:
         return into
     early = rows <= EARLY_ROWS or n * k <= SMALL
-    length = k // segments
-    bias, scales = weight.bias, None
     turned: tuple[Tensor, ...] = ()
     if rotary is not None:
         turned = (rotary.positions, rotary.slots, rotary.cos, rotary.sin, rotary.k_cache, rotary.v_cache)
+    options = {"GATED": gated, "DIM": dim, "KV_HEADS": kv_heads, "SEGMENTS": segments, "APART": apart}
+    options |= {"BIASED": weight.bias is not None and not apart, **overlapped(early)}
+    if weight.weight.kind.has_scales and streams(x, weight.weight, gated, dim):
+        launch_streamed(x, weight, into, ring, turned, **options)
+    else:
+        _launch(x, weight, into, tile, turned, options)
+    if not apart or in_segments:
+        return into
+    return add_segments(into, weight.bias, out_dtype or x.dtype, out, early)
+
+
+def _launch(
+    x: Tensor, weight: Linear, into: Tensor, tile: Tile | None, turned: tuple[Tensor, ...], options: dict[str, int]
+) -> None:
+    (rows, k), n, scales = x.shape, weight.weight.shape[0], None
     if weight.weight.kind.has_scales:
-        if streams(x, weight.weight, gated, dim):
-            launch_streamed(
-                x, weight, into, ring, turned, GATED=gated, DIM=dim, KV_HEADS=kv_heads, SEGMENTS=segments,
-                BIASED=bias is not None and not apart, APART=apart, **overlapped(early),
-            )  # fmt: skip
-            if not apart or in_segments:
-                return into
-            return add_segments(into, bias, out_dtype or x.dtype, out, early)
         weight, scales = in_numbers(weight, x.dtype)
-    stored = weight.weight.data
+    stored, bias, dim = weight.weight.data, weight.bias, options["DIM"]
+    length = k // options["SEGMENTS"]
     tile = tile or tile_for(rows, n, k, x.element_size())
     part, more = tile.parts
     boxes = tile.boxes and length % tile.k == 0 and x.data_ptr() % 16 == 0 and dim & (dim - 1) == 0
     if more and not boxes:
         tile, more = replace(tile, m=part), 0
-    _linear[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n), segments if apart else 1)](
+    _linear[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n), options["SEGMENTS"] if options["APART"] else 1)](
         TensorDescriptor(x, [rows, k], [k, 1], [part, tile.k]) if boxes else x,
         TensorDescriptor(x, [rows, k], [k, 1], [more, tile.k]) if more else x,
-        _box(stored, tile, gated, dim, kv_heads) if boxes else stored,
+        _box(stored, tile, bool(options["GATED"]), dim, options["KV_HEADS"]) if boxes else stored,
         stored if bias is None else bias, into, rows, n, k, *(turned or (x,) * 6), stored if scales is None else scales,
-        BM=part, MORE=more, BN=tile.n, BK=tile.k, GATED=gated, DIM=dim, KV_HEADS=kv_heads,
-        BIASED=bias is not None and not apart, EVEN_K=length % tile.k == 0, BOXES=boxes, SWAPPED=tile.swapped,
-        SEGMENTS=segments, APART=apart, LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0,
-        SCALED=scales is not None, num_warps=tile.warps, num_stages=tile.stages, **overlapped(early),
-        **({} if scales is None else unfused()),
+        BM=part, MORE=more, BN=tile.n, BK=tile.k, EVEN_K=length % tile.k == 0, BOXES=boxes, SWAPPED=tile.swapped,
+        LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0, SCALED=scales is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **options, **({} if scales is None else unfused()),
     )  # fmt: skip
-    if not apart or in_segments:
-        return into
-    return add_segments(into, bias, out_dtype or x.dtype, out, early)
 
 
 def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> TensorDescriptor:

@@ -35,6 +35,7 @@ except ImportError:  # a Triton without Gluon
 __all__ = ["Division", "Work", "Workspace", "attention", "tiles_of", "work_of"]
 
 MOST_INT = (1 << 31) - 1  # elements of a cache addressed with 32 bits
+CHUNKS = {"KEYS": KEYS, "EARLY": EARLY, "CHUNK": CHUNK}
 
 
 class Workspace:
@@ -74,39 +75,11 @@ def attention(
     padded = max(triton.next_power_of_2(dim), 16)
     heads = {"DIM": dim, "GROUP": q_heads // kv_heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": plan.block_size}
     parts = {"PADDED": padded, "PARTS": 2 if padded >= 32 else 1, "WINDOW": window or 0}
-    chunks = {"KEYS": KEYS, "EARLY": EARLY, "CHUNK": CHUNK}
     options = {**overlapped(), **unfused()}
     sums = workspace.floats("sums", rows * q_heads * division.units * dim)
     stats = workspace.floats("stats", rows * q_heads * division.units * 2)
     log2_scale = scale * 1.4426950408889634
-    seen = q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix, plan.reach
-    wide = cache.k.numel() > MOST_INT
-    if not division.direct and window is None and cache.k.dtype == q.dtype and pipelines(q):
-        tile = max(division.tile, TILE)
-        pipelined.attend_pipelined[(division.shares * kv_heads,)](
-            *(q, cache.k, cache.v, plan.sequence, plan.prefix, plan.reach),
-            plan.block_tables,
-            work.shares,
-            sums,
-            stats,
-            log2_scale,
-            rows,
-            division.shares,
-            TILE=tile,
-            TREE=division.tails > 0,
-            WIDE=wide,
-            num_warps=tile // 16,
-            maxnreg=128 if tile > TILE else None,  # so that two programs share a multiprocessor
-            **heads,
-            **chunks,
-            **options,
-        )
-    else:
-        attend_shared[(division.shares * kv_heads,)](
-            *seen, plan.block_tables, work.shares, sums, stats, out, log2_scale, rows, division.shares,
-            TREE=division.tails > 0, WIDE=wide,
-            **shape_of(division, padded, q.element_size()), **heads, **parts, **chunks, **options,
-        )  # fmt: skip
+    _shared(q, plan, work, cache, (sums, stats, out), log2_scale, window, heads, parts, options)
     if division.direct:
         return out
     tail_sums, tail_stats = sums, stats
@@ -114,17 +87,51 @@ def attention(
         tail_sums = workspace.floats("tail sums", rows * q_heads * division.tails * dim)
         tail_stats = workspace.floats("tail stats", rows * q_heads * division.tails * 2)
         attend_tail[(rows, kv_heads, division.tails)](
-            *seen, plan.path, plan.block_tables, work.shares, tail_sums, tail_stats, log2_scale, rows,
-            plan.path.shape[1],
+            q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix, plan.reach, plan.path, plan.block_tables,
+            work.shares, tail_sums, tail_stats, log2_scale, rows, plan.path.shape[1],
             TILE=64, KEYS=KEYS,
             num_warps=4, num_stages=1, **heads, **parts, **options,
         )  # fmt: skip
     merge_states[(rows, q_heads)](
         plan.positions, plan.prefix, plan.reach, work.shares, sums, stats, tail_sums, tail_stats, out, rows,
         DIM=dim, PADDED=padded, HEADS=q_heads, WINDOW=window or 0, TAILS=division.tails,
-        num_warps=1, **chunks, **options,
+        num_warps=1, **CHUNKS, **options,
     )  # fmt: skip
     return out
+
+
+def _shared(
+    q: Tensor,
+    plan: PassPlan,
+    work: Work,
+    cache: LayerCache,
+    results: tuple[Tensor, Tensor, Tensor],
+    log2_scale: float,
+    window: int | None,
+    heads: dict[str, int],
+    parts: dict[str, int],
+    options: dict[str, bool],
+) -> None:
+    """Launch the kernel of keys that tiles read through block tables; `results`: sums, stats and out."""
+    rows, kv_heads, division = len(q), heads["KV_HEADS"], work.division
+    wide, tree = cache.k.numel() > MOST_INT, division.tails > 0
+    sums, stats, out = results
+    if not division.direct and window is None and cache.k.dtype == q.dtype and pipelines(q):
+        tile = max(division.tile, TILE)
+        pipelined.attend_pipelined[(division.shares * kv_heads,)](
+            q, cache.k, cache.v, plan.sequence, plan.prefix, plan.reach, plan.block_tables, work.shares, sums, stats,
+            log2_scale, rows, division.shares,
+            TILE=tile, TREE=tree, WIDE=wide, num_warps=tile // 16,
+            maxnreg=128 if tile > TILE else None,  # so that two programs share a multiprocessor
+            **heads, **CHUNKS, **options,
+        )  # fmt: skip
+        return
+    attend_shared[(division.shares * kv_heads,)](
+        q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix, plan.reach, plan.block_tables, work.shares,
+        sums, stats, out, log2_scale, rows, division.shares,
+        TREE=tree, WIDE=wide,
+        **shape_of(division, parts["PADDED"], q.element_size()), **heads, **parts, **CHUNKS, **options,
+    )  # fmt: skip
 
 
 def pipelines(q: Tensor) -> bool:
