@@ -484,8 +484,9 @@ def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DeviceError, match="cpu only"):
         kernels_for(torch.device("meta"))
     monkeypatch.setenv("PACELINE_KERNELS", "fast")
-    with pytest.raises(InvalidParameter, match="auto, native, triton, torch"):
+    with pytest.raises(InvalidParameter) as caught:
         kernels_for(torch.device("cpu"))
+    assert caught.value.field == "PACELINE_KERNELS"
 
 
 def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

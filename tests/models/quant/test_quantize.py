@@ -121,13 +121,15 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path
     out = tmp_path / "out"
     with pytest.raises(BrokenModel, match="not whole blocks of 32; this model cannot be quantised"):
         quantize_folder(tmp_path / "odd", "q8_0", out, lambda done, total: None)
-    with pytest.raises(InvalidParameter, match="'q3_k' is not one of q8_0, q4_1, q4_k, int4, fp8"):
+    with pytest.raises(InvalidParameter) as caught:
         quantize_folder(tmp_path / "odd", "q3_k", out, lambda done, total: None)
+    assert caught.value.field == "to"
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
     sized_model(tmp_path / "m")
     quantize_folder(tmp_path / "m", "q8_0", out, lambda done, total: None)
-    with pytest.raises(InvalidParameter, match="stored as q8_0 already"):
+    with pytest.raises(InvalidParameter) as caught:
         quantize_folder(out, "q8_0", tmp_path / "again", lambda done, total: None)
+    assert caught.value.field == "model"
     assert not (tmp_path / "again").exists()
 
 
@@ -159,8 +161,9 @@ def test_codes_beside_their_scales_are_a_checkpoint_that_others_read_too(to, tmp
             assert bool((error <= values.abs() / 16 + values.abs().amax(1, keepdim=True) / 2**18).all())
     kind = load_model(out, device="cpu").kind
     assert kind is (WeightKind.Q4_0 if to == "int4" else WeightKind.FLOAT32)
-    with pytest.raises(InvalidParameter, match="quantised already"):
+    with pytest.raises(InvalidParameter) as caught:
         quantize_folder(out, "q8_0", tmp_path / "again", lambda done, total: None)
+    assert caught.value.field == "model"
 
 
 def test_weights_of_zero_stay_zero() -> None:
