@@ -1,13 +1,11 @@
 """Kernels alone on a CUDA device.
 
-    python -m benchmarks.gpu_kernels attention [--parts same nodes passes]
+    python -m benchmarks.gpu_kernels attention [--parts nodes passes]
     python -m benchmarks.gpu_kernels verify [--nodes 64] [--vocabs 128256 49152] [--rows 1 16]
 
-`attention`: the two kernels of its shared part against each other bit for bit, then as many layers as the yardstick has
-in a row, replayed from a graph: by nodes and context, and for whole passes, undivided (a program for each tile) and
-dealt by length. `verify`: drafts of 64 nodes, captured in a graph and replayed, the L2 cache flushed before each; eager
-calls; and calls as the engine makes them. `compact`: accepted paths of trees moved into place by the host and by one
-launch. `graphs`: the engine's steps with captured verification and without.
+`attention`: the yardstick's layers in a row, replayed from a graph: by nodes and context, and for whole passes,
+undivided (a program for each tile) and dealt by length, with equal bits. `verify`: drafts of 64 nodes, captured in a
+graph and replayed, the L2 cache flushed before each; eager calls; and calls as the engine makes them.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -28,7 +25,6 @@ from benchmarks.harness import finish
 from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence as Answer
 from paceline.engine.sampler import Sampler
-from paceline.models.backends.cuda.attention import attention as attention_module
 from paceline.models.backends.cuda.attention.attention import Work, Workspace, attention, tiles_of, work_of
 from paceline.models.backends.cuda.attention.division import HEADER, KEYS, PROGRAMS, chunks_of
 from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
@@ -38,9 +34,6 @@ from paceline.verify import DrawKeys, Nodes, SamplingMetadata, SamplingMode, pro
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 32, 32, 8, 128
 NODES, CONTEXTS = (1, 8, 32, 64), (1024, 16384)
-SHAPES = ((8, 4, 128, torch.bfloat16), (3, 3, 64, torch.bfloat16), (2, 7, 128, torch.float16))  # K/V heads, group, ...
-LENGTHS = (1, 63, 64, 65, 130, 700, 1100, 3000, 9000)  # of contexts
-ROWS = (1, 1, 1, 3, 40, 1, 20, 70, 33)  # the last of each that are in the pass
 Spans = list[tuple[int, int]]  # of each sequence: keys before the pass, and rows
 DECODES: Spans = [(100 + 500 * at // 30, 1) for at in range(31)]
 PASSES: dict[str, Spans] = {
@@ -138,81 +131,6 @@ class AttentionSubject:
         with torch.cuda.graph(graph):
             run(self.layers)
         return device_ms(graph.replay)
-
-
-def agreement(device: torch.device) -> dict[str, bool]:
-    """A batch of contexts and trees, whole and row by row, through both kernels: whether all bits are the same."""
-    found = {}
-    for kv_heads, group, dim, dtype in SHAPES:
-        scene = Scene(kv_heads, dim, dtype, device)
-        q = torch.randn(sum(ROWS), kv_heads * group, dim, dtype=dtype, device=device)
-        plans = [scene.plan(), scene.tree()]
-        with mock.patch.object(attention_module, "pipelines", return_value=False):
-            expected = scene.attend(q, plans[0])
-        results = [scene.attend(q, plan) for plan in plans]
-        for row in (0, 3, 8, 60, 100, 169):
-            results.append(expected.clone())
-            results[-1][row] = scene.attend(q[row : row + 1], scene.plan([row]))[0]
-        same = bool(expected.isfinite().all()) and all(torch.equal(result, expected) for result in results)
-        found[f"{kv_heads}x{group}x{dim} {dtype}"] = same
-        print(
-            f"   {kv_heads} K/V heads for {group} each, {dim} wide, {dtype}: {'same' if same else 'OTHER'} bits",
-            flush=True,
-        )
-    return found
-
-
-class Scene:
-    """Contexts of random keys in shuffled blocks of a cache that holds NaN elsewhere."""
-
-    def __init__(self, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        counts = [-(-length // BLOCK) for length in LENGTHS]
-        spare = sum(ROWS) * max(ROWS)  # slots for trees: every row's ancestors in some of their own
-        slots = sum(counts) * BLOCK
-        k, v = (torch.full((slots + spare, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2))
-        order = torch.randperm(sum(counts), dtype=torch.int32)
-        self.tables = torch.full((len(LENGTHS), max(counts)), -1, dtype=torch.int32)
-        for sequence, (length, blocks) in enumerate(zip(LENGTHS, order.split(counts), strict=True)):
-            self.tables[sequence, : len(blocks)] = blocks
-            own = self.slots(torch.tensor(sequence), torch.arange(length))
-            k[own], v[own] = (torch.randn(length, kv_heads, dim).to(dtype) for _ in range(2))
-        rows = [(s, length - n + i) for s, (length, n) in enumerate(zip(LENGTHS, ROWS, strict=True)) for i in range(n)]
-        self.sequence, self.positions = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-        first = torch.tensor([length - n for length, n in zip(LENGTHS, ROWS, strict=True)], dtype=torch.int32)
-        self.committed = first[self.sequence.long()]
-        self.path = slots + torch.randperm(spare, dtype=torch.int32).view(sum(ROWS), max(ROWS))
-        for row, (sequence, position) in enumerate(rows):
-            drafted = torch.arange(int(self.committed[row]), position + 1)
-            mine, theirs = self.path[row, : len(drafted)].long(), self.slots(torch.tensor(sequence), drafted)
-            k[mine], v[mine] = k[theirs], v[theirs]
-        self.cache, self.device = LayerCache(k.to(device), v.to(device)), device
-        self.workspace = Workspace(device)
-
-    def slots(self, sequence: Tensor, positions: Tensor) -> Tensor:
-        return self.tables[sequence, positions // BLOCK].long() * BLOCK + positions % BLOCK
-
-    def plan(self, rows: list[int] | None = None) -> PassPlan:
-        chosen: Any = slice(None) if rows is None else rows
-        positions, sequence = self.positions[chosen], self.sequence[chosen]
-        return PassPlan.in_order(positions, positions, sequence, self.tables, BLOCK, int(positions.max()) + 1)
-
-    def tree(self) -> PassPlan:
-        return PassPlan(
-            positions=self.positions,
-            slots=self.positions,
-            sequence=self.sequence,
-            prefix=self.committed,
-            path=self.path,
-            reach=self.positions + 1,
-            block_tables=self.tables,
-            block_size=BLOCK,
-            max_len=max(LENGTHS),
-        )
-
-    def attend(self, q: Tensor, plan: PassPlan) -> Tensor:
-        plan = plan.to(self.device)
-        work = work_of(plan, q.shape[1] // self.cache.k.shape[1], self.cache.k.shape[1])
-        return attention(q, plan, work, self.cache, q.shape[-1] ** -0.5, None, self.workspace).clone()
 
 
 def by_nodes(subject: AttentionSubject) -> dict[str, float]:
@@ -361,8 +279,7 @@ def call_ms(work: Callable[[], object], rounds: int = 5) -> tuple[float, float]:
 def run_attention(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     torch.manual_seed(0)
-    found: dict[str, Any] = {"same": agreement(device)} if "same" in args.parts else {}
-    subject = AttentionSubject(device)
+    subject, found = AttentionSubject(device), dict[str, Any]()
     if "nodes" in args.parts:
         found["ms"] = by_nodes(subject)
     if "passes" in args.parts:
@@ -395,7 +312,7 @@ PARTS = {"attention": run_attention, "verify": run_verify}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=PARTS)
-    parser.add_argument("--parts", nargs="+", choices=("same", "nodes", "passes"), default=["same", "nodes", "passes"])
+    parser.add_argument("--parts", nargs="+", choices=("nodes", "passes"), default=["nodes", "passes"])
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--vocabs", type=int, nargs="+", default=[128_256, 49_152])

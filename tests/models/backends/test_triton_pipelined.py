@@ -1,5 +1,5 @@
-"""The interpreter knows no Gluon, so the kernel is only compiled here: `benchmarks.gpu_kernels` holds it to the
-bits of the other one where there is a GPU."""
+"""The interpreter knows no Gluon, so the kernel is only compiled here; tests/cuda compares its bits with the other
+kernel's on a GPU."""
 
 from __future__ import annotations
 
