@@ -1,11 +1,10 @@
 """The policy on a clock that is known: recorded plain answers, the real drafters, the real policy, costs from a table.
 
-Greedy and seeded answers are the same tokens under any draft, so what a draft would have brought can be looked up. A
-step costs what a pass of so many rows cost on two cores (pass_cost.py) or on an H200 (gpu.py, where a draft model right
-19 times of 20 is at hand too), and what drafting takes. The policy learns from times with noise and slow phases
-(`--noise`) or without, and is judged by the table alone, or by the table and the time it takes itself to decide
-(`--deciding`). A batch is answered as one job: its time ends with its last answer. Groups come one after the other, so
-the first shows a cold policy.
+Greedy and seeded answers have equal tokens under any draft, so the gain of a draft can be looked up. A step costs what
+a pass of its rows cost on two cores or on an H200 (where a draft model right 19 times of 20 may draft too), and the
+time of drafting. The policy learns from times with noise and slow phases (`--noise`) or without, and is judged by the
+table alone, or by the table and its own time of deciding (`--deciding`). A batch is one job: its time ends with its
+last answer. Groups come one after the other, so the first shows a cold policy.
 
     python -m benchmarks.policy_replay --record answers.json --temperature 0 --prompts mt_bench.jsonl gsm8k.jsonl
     python -m benchmarks.policy_replay answers.json --batches 1 4 16 32

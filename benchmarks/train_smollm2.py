@@ -11,7 +11,7 @@ gsm8k are answered apart, to be measured on, and never trained on. `train` conti
 schedule ends after `--minutes` of steps over all runs, and `--call-minutes` bound one call, start-up included.
 `evaluate`: τ of a chain of 7, trees of 15 and 60, as an engine walks the target's own answers. `pack`: int8, with τ
 before and after. Every stage prints what its time went into. `train --init-from DIR` begins with a drafter that is
-there; `train --method eagle3` trains another kind on the same tokens, and drafter_tau.py measures it.
+there; `train --method eagle3` trains another kind on these tokens, and `speculation drafter` measures it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The curve of gpu.py's batches: tokens per second by sequences at once, plain, by fixed k, and auto.
+"""The curve of the batches of gpu.run: tokens per second by sequences at once, plain, by fixed k, and auto.
 
 python -m benchmarks.gpu --parts batches | tail -1 > batches.json
 python -m benchmarks.gpu_batches_plot batches.json docs/benchmarks/2026-11-15-gpu-batches.png
