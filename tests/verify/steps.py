@@ -10,7 +10,7 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import Logprobs
 from paceline.sampling_params import SamplingParams
-from paceline.verify import DrawKeys, SamplingMode
+from paceline.verify import DrawKeys, Nodes, SamplingMode
 
 ASKED = {
     "greedy": [{"temperature": 0.0}],
@@ -45,6 +45,38 @@ def gumbel_noise(seeds, positions, vocab):
     """(R, V) the noise of every token at each (seed, position)."""
     keys, tokens = rng.bits(rng.Lane.GUMBEL, seeds, positions), np.arange(vocab, dtype=np.uint32)
     return torch.from_numpy(np.stack([rng.gumbel_from(rng.unit_row(key, tokens)) for key in keys.tolist()]))
+
+
+def tree(tokens, parents, width=None):
+    """A Draft of one row."""
+    depth = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    return batch_of([(tokens, parents, depth)], width)
+
+
+def batch_of(rows, width=None):
+    width = max([len(tokens) for tokens, _, _ in rows], default=0) if width is None else width
+
+    def pad(values, filler):
+        return torch.tensor([[*v, *[filler] * (width - len(v))] for v in values], dtype=torch.int64).view(
+            len(rows), width
+        )
+
+    return Draft(
+        tokens=pad([r[0] for r in rows], 0),
+        parents=pad([r[1] for r in rows], -1),
+        depth=pad([r[2] for r in rows], 0),
+        num_nodes=torch.tensor([len(r[0]) for r in rows]),
+    )
+
+
+def flatten(draft):
+    """Valid slots in order: row_of (B, N + 1) and the nodes behind the rows."""
+    slots = torch.arange(draft.width + 1) <= draft.num_nodes[:, None]
+    row_of = torch.where(slots, slots.flatten().cumsum(0).view_as(slots) - 1, -1)
+    seq, slot = slots.nonzero(as_tuple=True)
+    return row_of, Nodes.of(draft, seq, slot - 1, draft.width)
 
 
 def step(draft, batch, width, logits, shape, generator):

@@ -17,9 +17,8 @@ from paceline.verify import DrawKeys, Nodes, SamplingMetadata, probabilities, pr
 from paceline.verify.block import drawn_chains
 from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check, stages, stop_at
-from tests.verify.steps import draws_of
+from tests.verify.steps import batch_of, draws_of, flatten
 from tests.verify.test_processors import controls_of, requests
-from tests.verify.test_walk import batch_of, flatten
 
 TARGET, DRAFTER = Toy(1, 3), Toy(2, 3)
 SPARSE_P = Fixed([0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [0.2, 0.8, 0.0])

@@ -6,7 +6,6 @@ import math
 import random
 import sys
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.device_draft import DeviceDraft, merge_drafts
-from paceline.core.draft import Draft, Proposal, ancestors
+from paceline.core.draft import Draft
 from paceline.core.rng import gumbel_from, unit_row
 from paceline.core.verdict import TokenKind
 from paceline.models.backends.cpu.kernels import native_draw
@@ -23,42 +21,9 @@ from paceline.native.library import open_library, runnable_variants
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.sample import _pick, _pick_batch, pick_seeded, sample
-from tests.verify.steps import draws_of, gumbel_noise
+from tests.verify.steps import batch_of, draws_of, flatten, gumbel_noise, tree
 
 VOCAB, EXACT = 3, 1e-12
-PARTS = ("tokens", "parents", "depth", "num_nodes")
-
-
-def tree(tokens, parents, width=None):
-    """A Draft of one row."""
-    depth = []
-    for parent in parents:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-    return batch_of([(tokens, parents, depth)], width)
-
-
-def batch_of(rows, width=None):
-    width = max([len(tokens) for tokens, _, _ in rows], default=0) if width is None else width
-
-    def pad(values, filler):
-        return torch.tensor([[*v, *[filler] * (width - len(v))] for v in values], dtype=torch.int64).view(
-            len(rows), width
-        )
-
-    return Draft(
-        tokens=pad([r[0] for r in rows], 0),
-        parents=pad([r[1] for r in rows], -1),
-        depth=pad([r[2] for r in rows], 0),
-        num_nodes=torch.tensor([len(r[0]) for r in rows]),
-    )
-
-
-def flatten(draft):
-    """Valid slots in order: row_of (B, N + 1) and the nodes behind the rows."""
-    slots = torch.arange(draft.width + 1) <= draft.num_nodes[:, None]
-    row_of = torch.where(slots, slots.flatten().cumsum(0).view_as(slots) - 1, -1)
-    seq, slot = slots.nonzero(as_tuple=True)
-    return row_of, Nodes.of(draft, seq, slot - 1, draft.width)
 
 
 class Toy:
@@ -591,104 +556,3 @@ def test_a_cuda_device_draws_the_same_tokens():
 
 
 # --- the contracts of draft.py ---
-
-
-def test_ancestors_name_the_path_from_the_root():
-    draft = tree([1, 2, 1, 0], [-1, -1, 0, 2], width=6)
-    expected = [[0, -1, -1], [1, -1, -1], [0, 2, -1], [0, 2, 3], [-1, -1, -1], [-1, -1, -1]]
-    assert ancestors(draft.parents, draft.depth, 3).tolist() == [expected]
-
-
-def test_merging_drafts_keeps_every_row_and_every_q():
-    ids = torch.tensor([1, 2, 4])
-    first = Draft.chains(
-        torch.tensor([[4, 2], [1, 0]]),
-        torch.tensor([2, 1]),
-        q=Proposal(probs=torch.rand(3, 3), row_of=torch.tensor([[0, 1, -1], [2, -1, -1]]), ids=ids),
-    )
-    second = tree([0, 1, 3], [-1, -1, 1])
-    third = Draft.chains(
-        torch.tensor([[3]]),
-        torch.tensor([1]),
-        q=Proposal(probs=torch.rand(1, 5), row_of=torch.tensor([[0, -1]])),
-    )
-    merged = merge_drafts([([4, 0], first), ([2], second), ([3], third)], batch=6, vocab_size=5)
-    merged.validate(5)
-    assert merged.num_nodes.tolist() == [1, 0, 3, 1, 2, 0]
-    assert merged.tokens.tolist()[4] == [4, 2, 0]
-    assert merged.parents.tolist()[2] == [-1, -1, 1]
-    assert merged.q.ids is None
-    assert torch.equal(merged.q.probs[merged.q.row_of[4, 1]][ids], first.q.probs[1])
-    assert torch.equal(merged.q.probs[merged.q.row_of[3, 0]], third.q.probs[0])
-    assert merged.q.row_of[2].tolist() == [-1] * 4
-    alone = merge_drafts([([1, 0], first), ([2], second)], batch=3, vocab_size=5)
-    assert alone.q.probs is first.q.probs  # the very tensor that was sampled
-    assert alone.q.ids is ids
-
-
-@pytest.mark.parametrize("placed", [False, True], ids=["at once", "trees first"])
-def test_all_of_a_draft_goes_to_the_device_where_trees_of_the_device_stand_beside_chains_with_a_q(placed):
-    """Where verification is captured, trees are filled in on the device first and the rest stays on the host."""
-    device = torch.device("meta")
-    ints = torch.zeros(1, 3, dtype=torch.int64, device=device)
-    q = Proposal(probs=torch.rand(2, 5, device=device), row_of=torch.tensor([[0, 1, -1]]))
-    trees = DeviceDraft.trees(ints, ints, torch.tensor([3]), 2, depth=ints)
-    chain = DeviceDraft.chains(ints[:, :2], torch.tensor([2]), q)
-    draft = merge_drafts([([0], trees), ([1], chain)], batch=2, vocab_size=5)
-    if placed:
-        draft = draft.placed(device)
-        assert draft.is_planned is False
-        assert draft.num_nodes.is_cpu
-        assert draft.q.row_of.is_cpu
-    there = draft.to(device)
-    parts = (there.tokens, there.parents, there.depth, there.num_nodes, there.q.row_of, there.q.probs)
-    assert {part.device for part in parts} == {device}
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"tokens": torch.tensor([[0, 9]])}, "outside the vocabulary"),
-        ({"parents": torch.tensor([[-1, 1]])}, "does not come before"),
-        ({"depth": torch.tensor([[1, 1]])}, "depth"),
-        ({"num_nodes": torch.tensor([3])}, "num_nodes"),
-        ({"q": Proposal(probs=torch.rand(1, 4), row_of=torch.tensor([[0, -1]]))}, "row_of"),
-        ({"q": Proposal(probs=torch.rand(1, 3), row_of=torch.tensor([[0, -1, -1]]))}, "probs"),
-        ({"q": Proposal(probs=torch.rand(1, 4), row_of=torch.tensor([[1, -1, -1]]))}, "points outside"),
-    ],
-)
-def test_a_malformed_draft_is_refused(change, complaint):
-    """Among few rows and many."""
-    draft = tree([0, 1], [-1, 0])
-    draft.validate(4)
-    with pytest.raises(ValueError, match=complaint):
-        replace(draft, **change).validate(4)
-    if "q" not in change:
-        sound = {name: getattr(draft, name).expand(5, *getattr(draft, name).shape[1:]) for name in PARTS}
-        broken = {name: torch.cat((sound[name], change.get(name, sound[name][:1]))) for name in PARTS}
-        with pytest.raises(ValueError, match="row 5"):
-            Draft(**broken).validate(4)
-
-
-@given(st.integers(0, 100_000), st.integers(1, 4))
-def test_few_rows_are_judged_as_many_are(seed, width):
-    """The same row once, and so often that arrays are worth their while."""
-    noise = random.Random(seed)
-    parents = [noise.randint(-1, max(node - 1, -1)) for node in range(width)]
-    depth = [1] * width
-    for node, parent in enumerate(parents):
-        depth[node] = depth[parent] + 1 if parent >= 0 else 1
-    parts = {"tokens": [noise.randrange(4) for _ in range(width)], "parents": parents, "depth": depth}
-    if noise.random() < 0.7:
-        noise.choice(list(parts.values()))[noise.randrange(width)] += noise.choice([-4, -1, 1, 4])
-    count = noise.randint(-1, width + 1) if noise.random() < 0.3 else noise.randint(0, width)
-    told = []
-    for rows in (1, 9):
-        tensors = {name: torch.tensor([part] * rows) for name, part in parts.items()}
-        draft = Draft(**tensors, num_nodes=torch.full((rows,), count))
-        try:
-            draft.validate(4)
-            told.append("sound")
-        except ValueError as problem:
-            told.append(str(problem))
-    assert told[0] == told[1]
