@@ -155,18 +155,18 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def check_shapes(
-    found: Mapping[str, Shape], config: ModelConfig, source: str, declared: Declared
+    stored: Mapping[str, Shape], config: ModelConfig, source: str, declared: Declared
 ) -> tuple[list[str], list[str]]:
     """Return the names of the decoder's tensors and of declared ones; raise for the first that is missing, of another
     shape or unexpected."""
     expected = expected_shapes(config)
     for name, shape in expected.items():
-        if name not in found:
+        if name not in stored:
             raise BrokenModel(f"{source}: tensor {name} is missing")
-        if tuple(found[name]) != shape:
-            raise BrokenModel(f"{source}: tensor {name} has shape {list(found[name])}, the config says {list(shape)}")
+        if tuple(stored[name]) != shape:
+            raise BrokenModel(f"{source}: tensor {name} has shape {list(stored[name])}, the config says {list(shape)}")
     others = [
-        name for name in found if name not in expected and not name.endswith(REDUNDANT) and name != "lm_head.weight"
+        name for name in stored if name not in expected and not name.endswith(REDUNDANT) and name != "lm_head.weight"
     ]
     for name in others:
         if not declared(name):

@@ -300,18 +300,18 @@ def turn(total, at_m, used, slot, pair, c, s, out, k_cache, v_cache, n, DIM: tl.
     head = pair // (DIM // 2)
     q_heads = n // DIM - 2 * KV_HEADS
     place = at_m.to(tl.int64)[:, None] * (q_heads * DIM) + (head * DIM + pair % (DIM // 2))[None, :]
-    mine = used[:, None] & (head < q_heads)[None, :]
-    tl.store(out + place, turned_first, mask=mine)
-    tl.store(out + place + DIM // 2, turned_second, mask=mine)
-    kept = (slot >= 0)[:, None]
+    lanes = used[:, None] & (head < q_heads)[None, :]
+    tl.store(out + place, turned_first, mask=lanes)
+    tl.store(out + place + DIM // 2, turned_second, mask=lanes)
+    written = (slot >= 0)[:, None]
     place = slot[:, None] * (KV_HEADS * DIM) + ((head - q_heads) * DIM + pair % (DIM // 2))[None, :]
-    mine = kept & ((head >= q_heads) & (head < q_heads + KV_HEADS))[None, :]
-    tl.store(k_cache + place, cached(turned_first, k_cache), mask=mine)
-    tl.store(k_cache + place + DIM // 2, cached(turned_second, k_cache), mask=mine)
+    lanes = written & ((head >= q_heads) & (head < q_heads + KV_HEADS))[None, :]
+    tl.store(k_cache + place, cached(turned_first, k_cache), mask=lanes)
+    tl.store(k_cache + place + DIM // 2, cached(turned_second, k_cache), mask=lanes)
     place -= KV_HEADS * DIM
-    mine = kept & ((head >= q_heads + KV_HEADS) & (pair < n // 2))[None, :]
-    tl.store(v_cache + place, cached(first, v_cache), mask=mine)
-    tl.store(v_cache + place + DIM // 2, cached(second, v_cache), mask=mine)
+    lanes = written & ((head >= q_heads + KV_HEADS) & (pair < n // 2))[None, :]
+    tl.store(v_cache + place, cached(first, v_cache), mask=lanes)
+    tl.store(v_cache + place + DIM // 2, cached(second, v_cache), mask=lanes)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -10,11 +10,11 @@ from paceline.platform.launch import release, wait
 
 
 @triton.jit
-def stored(sums, stats, part, there, dim, DIM: tl.constexpr):
+def stored(sums, stats, part, exists, dim, DIM: tl.constexpr):
     """Load a stored state, or the empty one."""
-    high = tl.load(stats + part * 2, mask=there, other=float("-inf"))
-    total = tl.load(stats + part * 2 + 1, mask=there, other=0.0)
-    return high, total, tl.load(sums + part * DIM + dim, mask=tl.where(there, DIM, 0) > dim, other=0.0)
+    high = tl.load(stats + part * 2, mask=exists, other=float("-inf"))
+    total = tl.load(stats + part * 2 + 1, mask=exists, other=0.0)
+    return high, total, tl.load(sums + part * DIM + dim, mask=tl.where(exists, DIM, 0) > dim, other=0.0)
 
 
 @triton.jit
@@ -68,8 +68,8 @@ def merge_states(
             states = ()
             for unit in tl.static_range(2 * CHUNK):  # all of them are loaded before the first is needed
                 at = first + unit
-                there = tl.where(at >= first_block, shared_blocks, 0) > at
-                states = joined(states, stored(sums, stats, at * stride + q_row, there, dim, DIM))
+                exists = tl.where(at >= first_block, shared_blocks, 0) > at
+                states = joined(states, stored(sums, stats, at * stride + q_row, exists, dim, DIM))
             for half in tl.static_range(4):
                 if half % 2 == 0 or first < EARLY:  # a chunk begins
                     high, total, values = fold_into((high, total, values), part)
@@ -83,12 +83,12 @@ def merge_states(
         for first in range(first_chunk, chunk_of(blocks - 1, EARLY, CHUNK) + 1, 16):
             states = ()
             for nth in tl.static_range(16):
-                there = first_of(first + nth, EARLY, CHUNK) < shared_blocks
-                states = joined(states, stored(sums, stats, (first + nth) * stride + q_row, there, dim, DIM))
+                exists = first_of(first + nth, EARLY, CHUNK) < shared_blocks
+                states = joined(states, stored(sums, stats, (first + nth) * stride + q_row, exists, dim, DIM))
             for nth in tl.static_range(16):
                 part = fold_into(empty, states[nth])
                 for tail in tl.static_range(TAILS):
-                    mine = chunk_of(shared_blocks + tail, EARLY, CHUNK) == first + nth
-                    part = fold_into(part, only_if(tails[tail], mine))
+                    belongs = chunk_of(shared_blocks + tail, EARLY, CHUNK) == first + nth
+                    part = fold_into(part, only_if(tails[tail], belongs))
                 high, total, values = fold_into((high, total, values), part)
     tl.store(out + q_row * DIM + dim, (values / total).to(out.dtype.element_ty), mask=dim < DIM)

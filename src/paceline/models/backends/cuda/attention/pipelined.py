@@ -39,9 +39,9 @@ def places_of(
 
 
 @gluon.jit
-def start_copy(buffer, cache, at, there, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+def start_copy(buffer, cache, at, exists, DIM: gl.constexpr, LAYOUT: gl.constexpr):
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
-    copy_async(buffer, cache + (at[:, None] + dim[None, :]), mask=there[:, None])
+    copy_async(buffer, cache + (at[:, None] + dim[None, :]), mask=exists[:, None])
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def attend_pipelined(
     num_blocks = gl.cdiv(last, KEYS)
     num_units = gl.maximum(gl.where(by_block, num_blocks, chunk_of(num_blocks - 1, EARLY, CHUNK) + 1), 1)
     unit, block, unit_end = span_of(turn, num_units, num_blocks, by_block, EARLY, CHUNK)
-    at, there = places_of(table, block, last, kv_head, DIM, KV_HEADS, BLOCK_SIZE, KEYS, WIDE, COPY)
+    at, exists = places_of(table, block, last, kv_head, DIM, KV_HEADS, BLOCK_SIZE, KEYS, WIDE, COPY)
     queries = gl.allocate_shared_memory(q.dtype.element_ty, [TILE, DIM], SHARED)
     keys = gl.allocate_shared_memory(q.dtype.element_ty, [2, KEYS, DIM], SHARED)
     values = gl.allocate_shared_memory(q.dtype.element_ty, [2, KEYS, DIM], SHARED)
@@ -112,8 +112,8 @@ def attend_pipelined(
     q_row = (begin + q_lane // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + q_lane % GROUP
     q_dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
     wait(OVERLAP)
-    start_copy(keys.index(0), k_cache, at, there, DIM, COPY)
-    start_copy(values.index(0), v_cache, at, there, DIM, COPY)
+    start_copy(keys.index(0), k_cache, at, exists, DIM, COPY)
+    start_copy(values.index(0), v_cache, at, exists, DIM, COPY)
     async_copy.commit_group()
     q_there = ((q_lane // GROUP) < count)[:, None]
     queries.store(gl.load(q + q_row[:, None] * DIM + q_dim[None, :], mask=q_there, other=0.0))
@@ -122,7 +122,7 @@ def attend_pipelined(
     nothing = gl.full([TILE, KEYS], 0.0, gl.float32, layout=MMA)
     step = 0
     for first_nth in range(0, num_units, turns):
-        mine = unit_end > block
+        has_keys = unit_end > block
         # Assigned in alternating order, so that a program with a long chunk in one round has a short one in the next.
         next_turn = gl.where(first_nth // turns % 2 == 0, turns - 1 - turn, turn)
         next_unit, next_block, next_end = span_of(
@@ -135,13 +135,13 @@ def attend_pipelined(
             folded = joined(folded, gl.full([TILE, WIDTH], 0.0, gl.float32, layout=MMA))
         for now in range(block, unit_end):
             follow = gl.where(now + 1 < unit_end, now + 1, next_block)
-            at, there = places_of(table, follow, last, kv_head, DIM, KV_HEADS, BLOCK_SIZE, KEYS, WIDE, COPY)
+            at, exists = places_of(table, follow, last, kv_head, DIM, KV_HEADS, BLOCK_SIZE, KEYS, WIDE, COPY)
             async_copy.wait_group(0)
             fence_async_shared()  # the products read what these copies wrote through another path to shared memory
             held = step % 2
             scores = warpgroup_mma(queries, keys.index(held).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            start_copy(keys.index(1 - held), k_cache, at, there, DIM, COPY)
-            start_copy(values.index(1 - held), v_cache, at, there, DIM, COPY)
+            start_copy(keys.index(1 - held), k_cache, at, exists, DIM, COPY)
+            start_copy(values.index(1 - held), v_cache, at, exists, DIM, COPY)
             async_copy.commit_group()
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if now >= full:
@@ -164,7 +164,7 @@ def attend_pipelined(
                 folded = joined(folded, gl.fma(before[part], keep[:, None], more * add[:, None]))
             step += 1
         lane = gl.arange(0, TILE, layout=ROW)
-        stored = (lane // GROUP) < gl.where(mine, count, 0)
+        stored = (lane // GROUP) < gl.where(has_keys, count, 0)
         begin_again = gl.load(share, volatile=True)
         row = (begin_again + lane // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + lane % GROUP
         row += unit * (gl.cast(rows, gl.int64) * HEADS)

@@ -26,15 +26,17 @@ def last_block(
 ):  # fmt: skip
     """Add a block of keys that some rows of the tile see in part."""
     key = block * KEYS + tl.arange(0, KEYS)
-    there = key < last
-    page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+    exists = key < last
+    page = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
     if WIDE:
         page = page.to(tl.int64)
     at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
     visible = key[None, :] < end[:, None]
     if WINDOW > 0:
         visible = visible & (key[None, :] > position[:, None] - WINDOW)
-    return one_block(high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS)
+    return one_block(
+        high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale, DIM, PADDED, PARTS
+    )
 
 
 @triton.jit

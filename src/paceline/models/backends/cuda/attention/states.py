@@ -35,19 +35,19 @@ def levels(high, more_high):
 
 @triton.jit
 def one_block(
-    high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale,
+    high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale,
     DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Fold one more block of keys into the states of a tile's rows.
 
-    `at`: offsets of its keys in the cache; `there`: whether they exist; `visible` (TILE, KEYS). The last two are None
+    `at`: offsets of its keys in the cache; `exists`: whether they exist; `visible` (TILE, KEYS). The last two are None
     for a block that all rows see whole. Keys and values are taken in PARTS of their dimensions, to save registers."""
     width: tl.constexpr = PADDED // PARTS
     lane = tl.arange(0, width)
     place = at[:, None] + lane[None, :]
     scores = tl.zeros((high.shape[0], at.shape[0]), tl.float32)
     for part in tl.static_range(PARTS):
-        k = load_part(k_cache + place + part * width, there, part * width + lane, DIM, PADDED).to(queries[part].dtype)
+        k = load_part(k_cache + place + part * width, exists, part * width + lane, DIM, PADDED).to(queries[part].dtype)
         scores = tl.dot(queries[part], tl.trans(k), scores, input_precision="ieee")
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
@@ -58,16 +58,16 @@ def one_block(
     weights = weights.to(queries[0].dtype)
     folded = ()
     for part in tl.static_range(PARTS):
-        v = load_part(v_cache + place + part * width, there, part * width + lane, DIM, PADDED).to(weights.dtype)
+        v = load_part(v_cache + place + part * width, exists, part * width + lane, DIM, PADDED).to(weights.dtype)
         more = tl.dot(weights, v, input_precision="ieee")
         folded = joined(folded, tl.fma(values[part], keep[:, None], more * add[:, None]))
     return top, total, folded
 
 
 @triton.jit
-def load_part(places, there, dim, DIM: tl.constexpr, PADDED: tl.constexpr):
-    if there is not None:
-        part = tl.load(places, mask=there[:, None] & (dim < DIM)[None, :], other=0.0)
+def load_part(places, exists, dim, DIM: tl.constexpr, PADDED: tl.constexpr):
+    if exists is not None:
+        part = tl.load(places, mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
     elif DIM < PADDED:
         part = tl.load(places, mask=(dim < DIM)[None, :], other=0.0)
     else:

@@ -24,10 +24,10 @@ def attend_tail(
     end = tl.load(reach + row)
     block = shared // KEYS + nth
     key = block * KEYS + tl.arange(0, KEYS)
-    there = tl.where(shared < end, end, 0) > key  # the row is a tree node, and the key one it sees
+    exists = tl.where(shared < end, end, 0) > key  # the row is a tree node, and the key one it sees
     table = tables + tl.load(sequence + row).to(tl.int64) * tl.load(shares)
-    page = tl.load(table + key // BLOCK_SIZE, mask=there & (key < shared), other=0).to(tl.int64)
-    own = tl.load(path + row * path_width + key - shared, mask=there & (key >= shared), other=0).to(tl.int64)
+    page = tl.load(table + key // BLOCK_SIZE, mask=exists & (key < shared), other=0).to(tl.int64)
+    own = tl.load(path + row * path_width + key - shared, mask=exists & (key >= shared), other=0).to(tl.int64)
     slot = tl.where(key < shared, page * BLOCK_SIZE + key % BLOCK_SIZE, own)
     wait(OVERLAP)
     if (block * KEYS < end) & (shared < end):
@@ -36,13 +36,13 @@ def attend_tail(
         heads = KV_HEADS * GROUP
         q_row = row * heads + kv_head * GROUP + lane
         queries = load_queries(q, q_row, used, DIM, PADDED, PARTS)
-        visible = used[:, None] & there[None, :]
+        visible = used[:, None] & exists[None, :]
         if WINDOW > 0:
             visible = visible & (key > tl.load(positions + row) - WINDOW)[None, :]
         at = slot * (KV_HEADS * DIM) + kv_head * DIM
         high, total, values = nothing(TILE, PADDED, PARTS)
         high, total, values = one_block(
-            high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
+            high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale, DIM, PADDED, PARTS
         )
         part_row = nth * tl.cast(rows, tl.int64) * heads + q_row
         store_states(sums, stats, part_row, used, high, total, values, DIM, PADDED)

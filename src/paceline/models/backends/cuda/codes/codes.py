@@ -208,7 +208,7 @@ def boxes_of(x: Tensor, weight: StoredWeight, ring: Ring, gated: bool, dim: int)
     inner = dim // 32 if dim > 1 else n // STRIP // two
     outer, each = n // STRIP // inner, ring.n // STRIP // two
     unit = STEP if weight.kind is WeightKind.INT4 else STEP // 2  # columns in 16 bytes of a lane
-    found: list[Any] = [
+    boxes: list[Any] = [
         TensorDescriptor(x, [k // STEP, rows, STEP], [STEP, k, 1], [ring.unroll, ring.m, STEP], _shared(128, 2, 3)),
         TensorDescriptor(
             data.view(torch.int8), [k // unit, outer, inner, 4, 128],
@@ -218,17 +218,17 @@ def boxes_of(x: Tensor, weight: StoredWeight, ring: Ring, gated: bool, dim: int)
     ]  # fmt: skip
     group = codes["GROUP"]
     if group == 0:
-        return found + beside
+        return boxes + beside
     for values in beside:
         piece = 16 // values.element_size()
-        found.append(
+        boxes.append(
             TensorDescriptor(
                 values, [k // group, outer, inner, 16 // piece, piece], [n, inner * 16, 16, piece, 1],
                 [max(ring.unroll * STEP // group, 1), two, each, 16 // piece, piece],
                 _shared(0, values.element_size(), 5),
             )
         )  # fmt: skip
-    return found
+    return boxes
 
 
 @functools.cache

@@ -175,7 +175,7 @@ def beside_lanes(values, S: gl.constexpr, CODES: gl.constexpr):
 
 @gluon.jit
 def expanded(
-    given, KIND: gl.constexpr, SHIFT: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr,
+    loaded, KIND: gl.constexpr, SHIFT: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr,
     LEFT: gl.constexpr,
 ):  # fmt: skip
     """Expand 64 columns of a tile's weights to (16 S, 64) in bf16, from the result of `taken`."""
@@ -184,19 +184,19 @@ def expanded(
     CODES: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, SHAPE[3], SHAPE[4], 2, 2], [1, 8, 4, 1, 1, 1, 1], [WARPS, 1, 1, 1, 1, 1, 1], [6, 5, 4, 3, 2, 1, 0]
     )
-    first = gl.convert_layout(given[0].reshape(SHAPE), CODES, assert_trivial=True)
-    second = gl.convert_layout(given[1].reshape(SHAPE), CODES, assert_trivial=True)
+    first = gl.convert_layout(loaded[0].reshape(SHAPE), CODES, assert_trivial=True)
+    second = gl.convert_layout(loaded[1].reshape(SHAPE), CODES, assert_trivial=True)
     if KIND == FLOAT:
         w = of_both(of_bytes(first, 0, 0, KIND, SHIFT), of_bytes(second, 0, 0, KIND, SHIFT), S)
     else:
-        scale = beside_lanes(given[2], S, CODES)
-        shift = beside_lanes(given[4], S, CODES)
+        scale = beside_lanes(loaded[2], S, CODES)
+        shift = beside_lanes(loaded[4], S, CODES)
         if KIND == NIBBLE:
             w = of_nibbles(first, scale, shift, S, SHIFT)
         else:
             first = of_bytes(first, scale, shift, KIND, SHIFT)
-            scale = beside_lanes(given[3], S, CODES)
-            shift = beside_lanes(given[5], S, CODES)
+            scale = beside_lanes(loaded[3], S, CODES)
+            shift = beside_lanes(loaded[5], S, CODES)
             w = of_both(first, of_bytes(second, scale, shift, KIND, SHIFT), S)
     return gl.convert_layout(w, LEFT, assert_trivial=True)
 
@@ -226,11 +226,11 @@ def multiply(
     phase = 0
     for turn in range(turns):
         mbarrier.wait(ready.index(slot), phase)
-        given = taken(rings, slot, 0, (), KIND, SHIFT, GROUP, TWO, S // TWO, WARPS)
+        loaded = taken(rings, slot, 0, (), KIND, SHIFT, GROUP, TWO, S // TWO, WARPS)
         for nth in gl.static_range(UNROLL):
-            now = given
+            now = loaded
             if nth + 1 < UNROLL:
-                given = taken(rings, slot, nth + 1, now, KIND, SHIFT, GROUP, TWO, S // TWO, WARPS)
+                loaded = taken(rings, slot, nth + 1, now, KIND, SHIFT, GROUP, TWO, S // TWO, WARPS)
             w = expanded(now, KIND, SHIFT, GROUP, S, WARPS, LEFT)
             columns = rings[0].index(slot).slice(nth * BM, BM, dim=0)
             acc = warpgroup_mma(w, columns.permute((1, 0)), acc, is_async=True)
@@ -287,18 +287,18 @@ def finish(
             first, second = first.to(TYPE), second.to(TYPE)
             turned_first, turned_second = rotate(first, second, gl.load(cos + angle), gl.load(sin + angle))
             place = row.to(gl.int64)[None, :] * (q_heads * DIM) + at_n[:, None]
-            mine = used[None, :] & (inside & (head < q_heads))[:, None]
-            gl.store(out + place, turned_first, mask=mine)
-            gl.store(out + place + HALF, turned_second, mask=mine)
-            kept = (slot >= 0)[None, :]
+            lanes = used[None, :] & (inside & (head < q_heads))[:, None]
+            gl.store(out + place, turned_first, mask=lanes)
+            gl.store(out + place + HALF, turned_second, mask=lanes)
+            written = (slot >= 0)[None, :]
             place = slot[None, :] * (KV_HEADS * DIM) + (at_n - q_heads * DIM)[:, None]
-            mine = kept & (inside & (head >= q_heads) & (head < q_heads + KV_HEADS))[:, None]
-            gl.store(k_cache + place, cached(turned_first, k_cache), mask=mine)
-            gl.store(k_cache + place + HALF, cached(turned_second, k_cache), mask=mine)
+            lanes = written & (inside & (head >= q_heads) & (head < q_heads + KV_HEADS))[:, None]
+            gl.store(k_cache + place, cached(turned_first, k_cache), mask=lanes)
+            gl.store(k_cache + place + HALF, cached(turned_second, k_cache), mask=lanes)
             place -= KV_HEADS * DIM
-            mine = kept & (inside & (head >= q_heads + KV_HEADS))[:, None]
-            gl.store(v_cache + place, cached(first, v_cache), mask=mine)
-            gl.store(v_cache + place + HALF, cached(second, v_cache), mask=mine)
+            lanes = written & (inside & (head >= q_heads + KV_HEADS))[:, None]
+            gl.store(v_cache + place, cached(first, v_cache), mask=lanes)
+            gl.store(v_cache + place + HALF, cached(second, v_cache), mask=lanes)
     else:
         PLAIN: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
         result = gl.convert_layout(total, PLAIN)
