@@ -41,17 +41,17 @@ def _launch(out: Tensor, lane_constant: int, words: tuple[Tensor, ...], unit: bo
 @triton.jit(do_not_specialize=["count"])  # else it is compiled separately for 1, multiples of 16 and others
 def _hash(out, first, second, third, count, START: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    state = tl.load(first + at, here, 0).to(tl.uint64) * _GOLDEN + START
+    inside = at < count
+    state = tl.load(first + at, inside, 0).to(tl.uint64) * _GOLDEN + START
     if second is not None:
-        state = mix(state) + tl.load(second + at, here, 0).to(tl.uint64) * _GOLDEN
+        state = mix(state) + tl.load(second + at, inside, 0).to(tl.uint64) * _GOLDEN
     if third is not None:
-        state = mix(state) + tl.load(third + at, here, 0).to(tl.uint64) * _GOLDEN
+        state = mix(state) + tl.load(third + at, inside, 0).to(tl.uint64) * _GOLDEN
     state = mix(state)
     if UNIT:
-        tl.store(out + at, ((state >> 12).to(tl.float64) + 0.5) * _GRID, here)
+        tl.store(out + at, ((state >> 12).to(tl.float64) + 0.5) * _GRID, inside)
     else:
-        tl.store(out + at, state.to(tl.int64), here)
+        tl.store(out + at, state.to(tl.int64), inside)
 
 
 @triton.jit

@@ -160,8 +160,8 @@ class ReplayStream:
             verdict = _call(verify, draft, logits[states.flatten()], metadata, keys[live], now + COMMITTED)
             seen.add(verdict, draft.num_nodes > 0)
             for at in range(k + 1):
-                kept = at <= verdict.num_accepted
-                drawn[live[kept], now[kept] + at] = verdict.tokens[kept, at]
+                committed = at <= verdict.num_accepted
+                drawn[live[committed], now[committed] + at] = verdict.tokens[committed, at]
             length[live] = now + verdict.num_accepted + 1
             live = live[length[live] < tokens]
         return drawn[:, :tokens]

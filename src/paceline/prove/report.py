@@ -54,8 +54,7 @@ class Report:
         """Return the total variation that every test with the most samples would find."""
         most = max((test.samples for test in check.tests), default=0)
         full = [test for test in check.tests if test.samples == most]
-        found = [d for test in full if (d := test.detectable(self.alpha)) is not None]
-        return max(found, default=None)
+        return max((d for test in full if (d := test.detectable(self.alpha)) is not None), default=None)
 
     def detail(self, check: Check) -> str:
         """Return why the check did not pass; otherwise its notes."""

@@ -139,9 +139,9 @@ class Subject:
         wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, speculation=NONE)
         entry = (self.llm.generate(context, wanted)[0].outputs[0].logprobs or [{}])[0]
         scale = 1.0 if self.llm.loaded.decoder.dtypes.compute == torch.float32 else 50.0
-        found = sorted((logprob.logprob for logprob in entry.values()), reverse=True)
+        logprobs = sorted((logprob.logprob for logprob in entry.values()), reverse=True)
         tied = {plain.token_ids[at], other.token_ids[at]} <= set(entry)
-        return tied and found[0] - found[1] < NEAR_TIE * scale
+        return tied and logprobs[0] - logprobs[1] < NEAR_TIE * scale
 
     def each(self, check: Check, count: int | None = None) -> Iterator[tuple[int, list[int]]]:
         """Yield the prompts, the first `count` of them, and spare ones while the check has not seen all it must."""
@@ -206,13 +206,13 @@ def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
     available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     meant: list[str] = []
     for asked in wanted:
-        found = [name for name in available if matches_method(name, asked)]
-        if not found:
+        matching = [name for name in available if matches_method(name, asked)]
+        if not matching:
             if asked not in METHODS:
                 raise InvalidParameter("methods", unknown_method(asked, available))
             flags = " and ".join(f"--{need.replace('_', '-')}" for need in METHODS[asked].needs)
             raise InvalidParameter("methods", f"{asked} is not loaded; give {flags or f'method {AUTO}'}")
-        meant += found
+        meant += matching
     return tuple(dict.fromkeys(meant)) or available
 
 

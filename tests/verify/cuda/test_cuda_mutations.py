@@ -42,7 +42,8 @@ MUTATIONS = {
         "source(Lane.WALK, key, 0 * committed, nodes.node)", "walk",
     ),
     "follows what was not drawn": (
-        "walk", "_walk", "token == tl.load(drawn + here, used, -2)", "token != tl.load(drawn + here, used, -2)", "walk"
+        "walk", "_walk", "token == tl.load(drawn + logit_row, used, -2)",
+        "token != tl.load(drawn + logit_row, used, -2)", "walk",
     ),
     "follows a child of another": (
         "walk", "_walk", "agrees & (above == at[:, None])", "agrees & (above >= at[:, None])", "walk"

@@ -127,14 +127,14 @@ def _measure(
     row, live = my_rows(rows, ROWS)
     split = tl.program_id(1)
     bottom, top = tl.load(low + row, live, 0), tl.load(high + row, live, 0)
-    mine = (row * splits + split) * (WAYS + 1)
+    sums = (row * splits + split) * (WAYS + 1)
     under = tl.zeros([ROWS], DTYPE)
     some = live & (top - bottom > 1)
     if not FIRST:
         picked = tl.load(pick + row, live, 0)
-        under = tl.load(before + mine + picked, live, 0.0)
-        some = some & (tl.load(before + mine + picked + 1, live, 0.0) > under)
-    tl.store(after + mine, under, live)
+        under = tl.load(before + sums + picked, live, 0.0)
+        some = some & (tl.load(before + sums + picked + 1, live, 0.0) > under)
+    tl.store(after + sums, under, live)
     if tl.max(some.to(tl.int32), 0) > 0:
         token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
         logit = tempered(p, row, live, token, DTYPE)
@@ -145,10 +145,10 @@ def _measure(
         for way in tl.static_range(WAYS):
             bar = _bar(bottom, top, way, FIRST, DTYPE)[:, None]
             held = tl.sum(tl.where(key <= bar, weight, 0.0), 1)
-            tl.store(after + mine + (way + 1), tl.where(some, held, under), live)
+            tl.store(after + sums + (way + 1), tl.where(some, held, under), live)
     else:
         for way in tl.static_range(WAYS):
-            tl.store(after + mine + (way + 1), under, live)
+            tl.store(after + sums + (way + 1), under, live)
 
 
 @triton.jit
@@ -193,5 +193,5 @@ def _narrow(
 @triton.jit
 def _held(held, row, live, splits, column, SPLITS: tl.constexpr):
     split = tl.arange(0, SPLITS)[None, :]
-    here = live[:, None] & (split < splits)
-    return tl.sum(tl.load(held + (row[:, None] * splits + split) * (WAYS + 1) + column, here, 0.0).to(tl.float64), 1)
+    inside = live[:, None] & (split < splits)
+    return tl.sum(tl.load(held + (row[:, None] * splits + split) * (WAYS + 1) + column, inside, 0.0).to(tl.float64), 1)

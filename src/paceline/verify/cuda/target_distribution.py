@@ -90,8 +90,8 @@ def _peak(p, seq, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.cons
     if tl.max(live.to(tl.int32), 0) > 0:
         split = tl.program_id(1)
         token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
-        here = live[:, None] & (token < p.vocab)
-        logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
+        inside = live[:, None] & (token < p.vocab)
+        logit = tl.load(p.logits + row[:, None] * p.stride + token, inside, float("-inf")).to(DTYPE)
         broken = tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), 1) > 0
         tl.store(tops + row * splits + split, tl.where(broken, float("nan"), tl.max(logit, 1)), live)
         tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), live)
@@ -105,8 +105,8 @@ def _row(
     """The row's highest logit, over all splits, and its temperature."""
     row, live, owner = owned_rows(seq, rows, ROWS)
     split = tl.arange(0, SPLITS)[None, :]
-    here = live[:, None] & (split < splits)
-    top = tl.load(tops + row[:, None] * splits + split, here, float("-inf"))
+    inside = live[:, None] & (split < splits)
+    top = tl.load(tops + row[:, None] * splits + split, inside, float("-inf"))
     broken = tl.max((top != top).to(tl.int32), 1) > 0
     top = tl.where(top != top, float("-inf"), top)
     peak, winner = tl.max(top, 1), tl.argmax(top, 1)

@@ -1,4 +1,4 @@
-"""Common parts of all kernels here: a program's rows and tokens, and their p computed directly from the logits.
+"""Common parts of verification's kernels: a program's rows and tokens, and their p computed from the logits.
 
 A row of logits is divided into splits of BLOCK tokens, one program each; the next kernel sums the programs' results in
 one order. BLOCK depends on the vocabulary alone, so a row's bits do not depend on its batch. Sums are float64,
@@ -109,8 +109,8 @@ def key_of(tempered, DTYPE: tl.constexpr):
 @triton.jit
 def tempered(p, row, live, token, DTYPE: tl.constexpr):
     """(ROWS, X) of tokens (1 or ROWS, X): as distribution.process before filters; -inf beyond the vocabulary."""
-    here = live[:, None] & (token < p.vocab)
-    logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
+    inside = live[:, None] & (token < p.vocab)
+    logit = tl.load(p.logits + row[:, None] * p.stride + token, inside, float("-inf")).to(DTYPE)
     # In an INVALID row, whose peak is inf, every token becomes -inf: maximum returns the operand that is not NaN.
     shifted = tl.maximum(logit - tl.load(p.peak + row, live, 0.0)[:, None], float("-inf"))
     if p.scale is not None:
@@ -138,20 +138,20 @@ def probability(p, row, live, token, DTYPE: tl.constexpr):
 def summed(shares, row, live, splits, SPLITS: tl.constexpr):
     """(ROWS,) float64: the sum over the splits of a row."""
     split = tl.arange(0, SPLITS)[None, :]
-    here = live[:, None] & (split < splits)
-    return tl.sum(tl.load(shares + row[:, None] * splits + split, here, 0.0).to(tl.float64), 1)
+    inside = live[:, None] & (split < splits)
+    return tl.sum(tl.load(shares + row[:, None] * splits + split, inside, 0.0).to(tl.float64), 1)
 
 
 @triton.jit
 def find_split(shares, row, live, coin, splits, SPLITS: tl.constexpr):
     """(ROWS,) the split whose interval of the cumulative sum contains the coin, and the coin's offset within it."""
     split = tl.arange(0, SPLITS)[None, :]
-    here = live[:, None] & (split < splits)
-    share = tl.load(shares + row[:, None] * splits + split, here, 0.0)
+    inside = live[:, None] & (split < splits)
+    share = tl.load(shares + row[:, None] * splits + split, inside, 0.0)
     ends = tl.cumsum(share, 1)
     point = coin * tl.max(ends, 1)
-    found = first_with_weight(share, ends, point, split)
-    return found, point - tl.sum(tl.where(split == found[:, None] - 1, ends, 0.0), 1)
+    chosen = first_with_weight(share, ends, point, split)
+    return chosen, point - tl.sum(tl.where(split == chosen[:, None] - 1, ends, 0.0), 1)
 
 
 @triton.jit

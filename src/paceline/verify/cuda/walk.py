@@ -81,9 +81,9 @@ def _noisy(
     if tl.max(seeded.to(tl.int32), 0) > 0:
         token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
         logit = tempered(p, row, seeded, token, DTYPE)
-        if p.scale is None:  # a CPU adds noise to the untempered logit here
-            here = seeded[:, None] & (token < p.vocab)
-            logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
+        if p.scale is None:  # a CPU adds noise to the untempered logit
+            valid = seeded[:, None] & (token < p.vocab)
+            logit = tl.load(p.logits + row[:, None] * p.stride + token, valid, float("-inf")).to(DTYPE)
         logit = kept(p, logit, row, seeded, DTYPE) + gumbel(tl.load(noise + row, seeded, 0)[:, None], token).to(DTYPE)
         tl.store(tops + row * splits + split, tl.max(logit, 1), seeded)
         tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), seeded)
@@ -125,9 +125,9 @@ def _walk(
     node = tl.arange(0, NODES)[None, :]
     used = live[:, None] & (node < tl.load(num_nodes + row, live, 0)[:, None])
     above = tl.load(parents + row[:, None] * width + node, used, -1)
-    here = tl.load(row_of + row[:, None] * (width + 1) + above + 1, used, 0)
+    logit_row = tl.load(row_of + row[:, None] * (width + 1) + above + 1, used, 0)
     token = tl.load(tokens + row[:, None] * width + node, used, -1)
-    agrees = used & (token == tl.load(drawn + here, used, -2))
+    agrees = used & (token == tl.load(drawn + logit_row, used, -2))
     column = tl.arange(0, COLUMNS)[None, :]
     path = tl.full([ROWS, COLUMNS], -1, tl.int64)
     run = tl.full([ROWS, COLUMNS], -1, tl.int64)
@@ -160,6 +160,6 @@ def put(
     kind = tl.where(column < length[:, None], 0, tl.where(end, final, 3)).to(tl.uint8)  # DRAFTED, PAD
     tl.store(out_accepted + row, length.to(tl.int64), live)
     tl.store(out_path + row[:, None] * depth + column, path, live[:, None] & (column < depth))
-    here = live[:, None] & (column <= depth)
-    tl.store(out_tokens + row[:, None] * (depth + 1) + column, tl.where(end, last[:, None], run), here)
-    tl.store(out_kinds + row[:, None] * (depth + 1) + column, kind, here)
+    valid = live[:, None] & (column <= depth)
+    tl.store(out_tokens + row[:, None] * (depth + 1) + column, tl.where(end, last[:, None], run), valid)
+    tl.store(out_kinds + row[:, None] * (depth + 1) + column, kind, valid)
