@@ -70,15 +70,11 @@ def test_halves_share_no_prompt_and_every_workload_is_in_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "levels", "tokens", "field", "problem"),
-    [
-        (9, [1], 64, "prompts", "9 prompts are too few.*at least 10"),
-        (20, [1, 16], 64, "concurrency", r"half of the prompts \(10\) never make 16 requests at once.*at least 32"),
-        (10, [1], 8, "max_tokens", "at most 40 tokens.*fewer than 200"),
-    ],
+    ("count", "levels", "tokens", "field"),
+    [(9, [1], 64, "prompts"), (20, [1, 16], 64, "concurrency"), (10, [1], 8, "max_tokens")],
 )
-def test_a_run_that_could_not_end_in_advice_is_refused(count, levels, tokens, field, problem) -> None:
-    with pytest.raises(InvalidParameter, match=problem) as caught:
+def test_a_run_that_could_not_end_in_advice_is_refused(count, levels, tokens, field) -> None:
+    with pytest.raises(InvalidParameter) as caught:
         check_halves(halves(prompts(chat=count)), levels, tokens)
     assert caught.value.field == field
 

@@ -74,7 +74,7 @@ RULES = (
     Rule("paceline prove", "--prompts 1"),
     Rule("paceline bench .*--(drafter|concurrency)", "--per-workload 4 --max-tokens 24 --concurrency 1"),
     Rule("paceline bench", "--per-workload 2 --max-tokens 24", fast=TINY),
-    Rule("paceline advise .*--traffic", "--quick"),
+    Rule("paceline advise .*--traffic", "--quick --traffic rate=2,prompt=24,answer=8,ttft=1,inter_token=0.2"),
     Rule("paceline advise", "--max-tokens 24 --concurrency 1", fast=TINY),
     Rule("paceline train .*--synthesise", TRAINING),
     Rule("paceline train", TRAINING.replace("--synthesise 8 ", "")),
