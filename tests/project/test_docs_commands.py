@@ -71,7 +71,7 @@ RULES = (
     Rule("paceline generate", "--max-tokens 8", fast=TINY),
     Rule("paceline chat", "--max-tokens 8", fast=TINY, answers="w1 w2\n"),
     Rule("paceline demo", "--max-tokens 24", fast=TINY),
-    Rule("paceline prove", "--prompts 1"),
+    Rule("paceline prove"),
     Rule("paceline bench .*--(drafter|concurrency)", "--per-workload 4 --max-tokens 24 --concurrency 1"),
     Rule("paceline bench", "--per-workload 2 --max-tokens 24", fast=TINY),
     Rule("paceline advise .*--traffic", "--quick --traffic rate=2,prompt=24,answer=8,ttft=1,inter_token=0.2"),
