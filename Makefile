@@ -1,7 +1,7 @@
 # make demo   a fresh machine to answers, plain and drafted   make test   the gate: ruff, mypy and all tests
 # make demo PROMPT='...' asks that instead                    make quick  ruff and the core's tests, in under a minute
 # make wheel  dist/: any Python >= 3.10 on Linux, no compiler  make clean  removes .venv and everything built
-# make docs-check   every command of README and guides, for real, on smollm2 (some twenty minutes on two cores)
+# make docs-check   every command of README and guides, for real, on smollm2 (half an hour on two cores)
 # PYTHON=python3.12 make ... picks the interpreter
 
 PYTHON ?= python3

@@ -171,7 +171,8 @@ def make_files(folder: Path, text: str) -> None:
         sized_model(folder / "float-model")
     for name in ("drafter", "drafter-1"):
         if re.search(rf"--(drafter|init-from) (\./)?{name}\b", text):
-            config = dspark_reference.drafter_config(load_config(smollm2), taps=(0, 15, 30), draft_vocab_size=64)
+            shape = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}  # the target's, as a trained one's is
+            config = dspark_reference.drafter_config(load_config(smollm2), taps=(0, 15), draft_vocab_size=64, **shape)
             block_checkpoint.write(folder / name, config, dspark_reference.random_tensors(config))
     for name in ("head", "eagle"):
         if f"./{name}" in text:
