@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from paceline.client import Job, ProgressBar, StreamedRequest
+from paceline.client import Job, StreamedRequest, TqdmBar
 from paceline.engine.engine import Engine
 from paceline.engine.events import Ended, Event
 from paceline.errors import InvalidParameter
@@ -56,7 +56,7 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
         params: Params = None,
-        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        use_tqdm: bool | Callable[..., TqdmBar] = False,
         **more: Any,
     ) -> list[RequestOutput]:
         """Complete prompts, as `LLM.generate` does. Cancelling the task cancels its requests."""
@@ -66,7 +66,7 @@ class AsyncLLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         params: Params = None,
-        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        use_tqdm: bool | Callable[..., TqdmBar] = False,
         **more: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, as `LLM.chat` does. Cancelling the task cancels its requests."""

@@ -263,7 +263,7 @@ class StreamedRequest:
         return None
 
 
-class ProgressBar(Protocol):
+class TqdmBar(Protocol):
     """The methods of tqdm that are used here."""
 
     def update(self, n: int) -> Any: ...
@@ -275,12 +275,12 @@ class AnswerProgress:
     """A bar over the prompts of one call: how many are answered, and tokens per second. False shows none; a caller may
     hand in a tqdm of its own, or a function that makes a bar."""
 
-    def __init__(self, use_tqdm: bool | Callable[..., ProgressBar], prompts: int) -> None:
+    def __init__(self, use_tqdm: bool | Callable[..., TqdmBar], prompts: int) -> None:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise InvalidParameter("use_tqdm", f"must be True, False or tqdm itself, got {short_repr(use_tqdm)}")
         make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         try:
-            self._bar: ProgressBar | None = make(total=prompts, desc="answers") if use_tqdm and prompts else None
+            self._bar: TqdmBar | None = make(total=prompts, desc="answers") if use_tqdm and prompts else None
         except TypeError as error:
             raise InvalidParameter("use_tqdm", f"cannot make a bar as tqdm does: {error}") from error
         self._done = 0

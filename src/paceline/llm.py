@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from paceline.build import EngineBundle, LoadedTarget, build, load
-from paceline.client import Client, Job, ProgressBar, StreamedRequest
+from paceline.client import Client, Job, StreamedRequest, TqdmBar
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
 from paceline.core.sequence import Sequence as Answer
 from paceline.drafters.speculative_config import SpeculativeConfig, check
@@ -203,7 +203,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
         params: Params = None,
-        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        use_tqdm: bool | Callable[..., TqdmBar] = False,
         **more: Any,
     ) -> list[RequestOutput]:
         """Complete raw prompts, all in one batch; answers come in the order of the prompts.
@@ -217,7 +217,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         params: Params = None,
-        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        use_tqdm: bool | Callable[..., TqdmBar] = False,
         **more: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once, through the model's chat template.

@@ -132,8 +132,8 @@ class FakeMachine:
         self.clock = Clock(self.costs.noise, self.seed)
         self._said = table(self.costs)
         self._model = TableModel(self.costs, self.clock, self._said)
-        for module in ("step_clock", "drafter_set", "runner"):
-            self.monkeypatch.setattr(f"paceline.engine.{module}.time", SimpleNamespace(perf_counter=self.clock))
+        for module in ("engine.step_clock", "engine.runner", "platform.device_timer"):
+            self.monkeypatch.setattr(f"paceline.{module}.time", SimpleNamespace(perf_counter=self.clock))
 
     @property
     def config(self) -> ModelConfig:

@@ -132,8 +132,11 @@ def test_a_live_server_finds_a_fall_and_recovers(server: Server) -> None:
                 if until():
                     return
 
+    # Other tests share the server: an alarm for the fall from their rate may come first.
+    begun = server.metric(drafts)
+    ask_many(range(60), lambda: server.metric(drafts) > begun + 2 * LEARN, temperature=0, **forced)
     begun, alarms = server.metric(drafts), server.metric("drafter_drift_total")
-    ask_many(range(40), lambda: server.metric(drafts) > begun + 1.5 * LEARN, temperature=0, **forced)
+    ask_many(range(40), lambda: server.metric(drafts) > begun + LEARN / 2, temperature=0, **forced)
     assert server.metric("drafter_drift_total") == alarms
     ask_many(
         range(100),

@@ -92,7 +92,7 @@ class Batch:
 
     @property
     def place(self) -> SequenceOf[int] | dict[int, int]:
-        """By row that samples: its place among these rows."""
+        """Place of each row that samples among these rows."""
         return range(len(self)) if self.all_sample else {row: at for at, row in enumerate(self.sampling.tolist())}
 
     @property
@@ -110,7 +110,7 @@ class Batch:
 
     @property
     def reserved(self) -> dict[str, int]:
-        """By sequence: the end of the slots that the step writes, that of its committed token included."""
+        """End of the slots that the step writes for each sequence, that of its committed token included."""
         ends = dict(zip([sequence.key for sequence in self.sequences], (self.ends + 1).tolist(), strict=True))
         for row, (_, max_nodes) in self.drafts.items():
             ends[self.sequences[row].key] += max_nodes

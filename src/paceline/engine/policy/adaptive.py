@@ -23,9 +23,9 @@ from paceline.engine.policy import DraftPlan, Offers, allocate, any_sampled, wis
 from paceline.engine.policy.allocate import Allocation, Candidate
 from paceline.engine.policy.costs import FIRST_DRAFTS, StepTimes
 from paceline.engine.policy.guard import Backoff, Guard
+from paceline.engine.policy.learned_tables import BatchRows, PlannedStep, PolicyTables, slope
 from paceline.engine.policy.priors import CPU, PassPrior
 from paceline.engine.policy.survival import bucket
-from paceline.engine.policy.tables import BatchRows, PlannedStep, PolicyTables, slope
 
 # Gain over plain decoding below which nothing is drafted: less is within the error of the tables. For lookups it is
 # multiplied by sqrt(sequences): of many estimates the highest are chosen.
