@@ -15,7 +15,7 @@ import typer
 
 from paceline.bench.intervals import LOOP, loops
 from paceline.cli import flags
-from paceline.cli.flags import RunOptions, flag
+from paceline.cli.flags import RunOptions, option
 from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt
 from paceline.cli.output import Tally, method_words, print_json, rate_words
 from paceline.config import AUTO, NONE
@@ -69,7 +69,7 @@ def demo(
     method: flags.Method = AUTO,
     k: flags.K = AUTO,
     draft_model: flags.DraftModel = None,
-    max_tokens: Annotated[int, flag("--max-tokens", help="Answers end after this many tokens.")] = 160,
+    max_tokens: Annotated[int, option("Answers end after this many tokens.")] = 160,
     threads: flags.Threads = None,
     device: flags.Device = "auto",
     json: flags.Json = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -20,65 +20,51 @@ if TYPE_CHECKING:
     from paceline.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
+FLAG = "flag"  # key of a field's metadata
 DEFAULT_MAX_TOKENS = 1024  # tokens; limit of an answer where none is given: a model that repeats itself never ends
 SEVERAL = ("draft_model", "drafter", "suffix_corpus")  # fields of flags that are repeatable
 
 
-def flag(*names: str, help: str, metavar: str | None = None, panel: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, **more)
+def option(help: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, **more)
 
 
-_model = functools.partial(flag, panel="Model")
-_drafting = functools.partial(flag, panel="Speculation (never changes the model's output)")
-_sampling = functools.partial(flag, panel="Sampling (unset: as the model's generation config says)", show_default=False)
+def flag(default: Any, help: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+    """Declare a field of a command's options; its flag has the field's name, or `names`."""
+    return field(default=default, metadata={FLAG: option(help, metavar, *names, **more)})
+
+
+def argument(default: Any, help: str, metavar: str, **more: Any) -> Any:
+    """Declare a field of a command's options that is no flag, but a word of the command line."""
+    return field(default=default, metadata={FLAG: typer.Argument(help=help, metavar=metavar, **more)})
+
+
+MODEL: dict[str, Any] = {"rich_help_panel": "Model"}
+DRAFTING: dict[str, Any] = {"rich_help_panel": "Speculation (never changes the model's output)"}
+SAMPLING_PANEL = "Sampling (unset: as the model's generation config says)"
+_Declare = Callable[..., Any]
+_model: _Declare = functools.partial(flag, **MODEL)
+_drafting: _Declare = functools.partial(flag, **DRAFTING)
+_sampling: _Declare = functools.partial(flag, rich_help_panel=SAMPLING_PANEL, show_default=False)
+_METHODS = f"{AUTO} (chosen at each step), {NONE} (plain decoding) or {', '.join(method_names()[1:])}"
 
 # -- flags of several commands
 
-_WHICH = "Alias, folder, .gguf file or hub id."
-Model = Annotated[str, typer.Argument(help=_WHICH, metavar="MODEL")]
-ModelFlag = Annotated[str, _model("--model", "-m", help=_WHICH, metavar="MODEL")]
-Dtype = Annotated[
-    str,
-    _model("--dtype", help="How weights are stored in memory: auto, float32, bfloat16 or float16.", metavar="TYPE"),
-]
-Device = Annotated[str, _model("--device", help="Where the model runs: auto, cpu or cuda.", metavar="NAME")]
-Threads = Annotated[int | None, _model("--threads", help="CPU threads; unset: all usable cores.")]
-Activations = Annotated[
-    str,
-    _model(
-        "--activations",
-        help="float32, or int8: faster with weights stored as blocks, but another model's output.",
-        metavar="NAME",
-    ),
-]
-KVDtype = Annotated[
-    str,
-    _model(
-        "--kv-dtype",
-        "--kv-cache-dtype",
-        help="auto, or fp8: half the cache's memory on a GPU, but another model's output.",
-        metavar="NAME",
-    ),
-]
-Method = Annotated[
-    str,
-    _drafting(
-        "--method",
-        help=f"What drafts: {AUTO} (chosen at each step), {NONE} (plain decoding) or {', '.join(method_names()[1:])}.",
-        metavar="NAME",
-    ),
-]
-K = Annotated[str, _drafting("--k", help=f"Tokens drafted ahead; {AUTO} decides each step.", metavar=f"N|{AUTO}")]
+WHICH = "Alias, folder, .gguf file or hub id."
+ModelFlag = Annotated[str, option(WHICH, "MODEL", "--model", "-m", **MODEL)]
+Dtype = Annotated[str, option("How weights are stored in memory: auto, float32, bfloat16 or float16.", "TYPE", **MODEL)]
+Device = Annotated[str, option("Where the model runs: auto, cpu or cuda.", "NAME", **MODEL)]
+Threads = Annotated[int | None, option("CPU threads; unset: all usable cores.", **MODEL)]
+Method = Annotated[str, option(f"What drafts: {_METHODS}.", "NAME", **DRAFTING)]
+K = Annotated[str, option(f"Tokens drafted ahead; {AUTO} decides each step.", f"N|{AUTO}", **DRAFTING)]
 DraftModel = Annotated[
-    list[str] | None,
-    _drafting("--draft-model", help="A smaller model of the same vocabulary; repeatable.", metavar="MODEL"),
+    list[str] | None, option("A smaller model of the same vocabulary; repeatable.", "MODEL", **DRAFTING)
 ]
 Drafter = Annotated[
-    list[str] | None,
-    _drafting("--drafter", help="A drafter that was trained for this model; repeatable.", metavar="PATH"),
+    list[str] | None, option("A drafter that was trained for this model; repeatable.", "PATH", **DRAFTING)
 ]
-Quick = Annotated[bool, flag("--quick", help="Measure less of everything: a few minutes on two cores.")]
-Json = Annotated[bool, flag("--json", help="Print one JSON object and nothing else.")]
+Quick = Annotated[bool, option("Measure less of everything: a few minutes on two cores.", None, "--quick")]
+Json = Annotated[bool, option("Print one JSON object and nothing else.", None, "--json")]
 
 # -- options
 
@@ -91,8 +77,16 @@ class ModelOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     threads: Threads = None
-    activations: Activations = "float32"
-    kv_dtype: KVDtype = "auto"
+    activations: str = _model(
+        "float32", "float32, or int8: faster with weights stored as blocks, but another model's output.", "NAME"
+    )
+    kv_dtype: str = _model(
+        "auto",
+        "auto, or fp8: half the cache's memory on a GPU, but another model's output.",
+        "NAME",
+        "--kv-dtype",
+        "--kv-cache-dtype",
+    )
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -113,23 +107,14 @@ class ModelOptions:
 class MeasureOptions:
     """Measurements on the user's prompts, or the packaged ones."""
 
-    prompts: Annotated[
-        Path | None,
-        flag(
-            "--prompts",
-            help="Prompts to use, jsonl or a text with one a line; unset: the packaged ones.",
-            metavar="FILE",
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int | None, flag("--max-tokens", help="Answers end after this many tokens; unset: 64, with --quick 48.")
-    ] = None
-    temperature: Annotated[float, flag("--temperature", help="0: always the likeliest token (greedy).")] = 0.0
-    out: Annotated[
-        Path | None, flag("--out", help="Folder for the files that the command writes.", metavar="FOLDER")
-    ] = None
+    prompts: Path | None = flag(
+        None, "Prompts to use, jsonl or a text with one a line; unset: the packaged ones.", "FILE"
+    )
+    max_tokens: int | None = flag(None, "Answers end after this many tokens; unset: 64, with --quick 48.")
+    temperature: float = flag(0.0, "0: always the likeliest token (greedy).")
+    out: Path | None = flag(None, "Folder for the files that the command writes.", "FOLDER")
     quick: Quick = False
-    raw: Annotated[bool, flag("--raw", help="Continue prompts as text, without the chat template.")] = False
+    raw: bool = flag(False, "Continue prompts as text, without the chat template.")
     draft_model: DraftModel = None
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -141,27 +126,15 @@ class MeasureOptions:
 class EngineOptions(ModelOptions):
     """An engine: the target, its limits, and what drafts."""
 
-    max_model_len: Annotated[
-        int | None, _model("--max-model-len", help="Longest context (prompt and answer), in tokens.")
-    ] = None
-    gpu_memory_fraction: Annotated[
-        float, _model("--gpu-memory-fraction", help="Share of the GPU's memory to use, weights included.")
-    ] = 0.9
+    max_model_len: int | None = _model(None, "Longest context (prompt and answer), in tokens.")
+    gpu_memory_fraction: float = _model(0.9, "Share of the GPU's memory to use, weights included.")
     method: Method = AUTO
     k: K = AUTO
     draft_model: DraftModel = None
     drafter: Drafter = None
-    suffix_corpus: Annotated[
-        list[str] | None, _drafting("--suffix-corpus", help="A text to draft from; repeatable.", metavar="FILE")
-    ] = None
-    suffix_store: Annotated[
-        str | None,
-        _drafting("--suffix-store", help="Where answers are kept, to draft from in later runs.", metavar="FILE"),
-    ] = None
-    speculative_config: Annotated[
-        str | None,
-        _drafting("--speculative-config", help="These settings as one object with vLLM's names.", metavar="JSON"),
-    ] = None
+    suffix_corpus: list[str] | None = _drafting(None, "A text to draft from; repeatable.", "FILE")
+    suffix_store: str | None = _drafting(None, "Where answers are kept, to draft from in later runs.", "FILE")
+    speculative_config: str | None = _drafting(None, "These settings as one object with vLLM's names.", "JSON")
 
     def speculation_arguments(self) -> dict[str, Any]:
         """Return the drafting flags as keywords of `LLM`, checked."""
@@ -205,64 +178,33 @@ def _refuse_contradictions(by_flags: SpeculationConfig, config: SpeculationConfi
 class RunOptions(EngineOptions):
     """An engine and sampling. A sampling field that is None keeps the model's default, but for `max_tokens`."""
 
-    system: Annotated[str | None, flag("--system", help="System message, before the prompt.", metavar="TEXT")] = None
-    json: Annotated[bool, flag("--json", help="Print one JSON object per answer and nothing else.")] = False
-    temperature: Annotated[
-        float | None, _sampling("--temperature", "-t", help="0: always the likeliest token (greedy).")
-    ] = None
-    top_k: Annotated[int | None, _sampling("--top-k", help="Sample from the k likeliest tokens only.")] = None
-    top_p: Annotated[
-        float | None, _sampling("--top-p", help="Sample from the fewest tokens with this probability together.")
-    ] = None
-    min_p: Annotated[
-        float | None, _sampling("--min-p", help="Drop tokens less likely than this share of the likeliest.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, _sampling("--repetition-penalty", help="Above 1: fewer repetitions of the prompt and the answer.")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, _sampling("--presence-penalty", help="Lowers the logit of every token already in the answer.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, _sampling("--frequency-penalty", help="Lowers a token's logit each time the answer has it.")
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        _sampling("--logit-bias", help="Add VALUE to the logit of token ID; repeatable.", metavar="ID=VALUE"),
-    ] = None
-    bad_words: Annotated[
-        list[str] | None,
-        _sampling(
-            "--bad-word",
-            help="Ban the tokens that spell TEXT, alone or after a space; others may still spell it. Repeatable.",
-            metavar="TEXT",
-        ),
-    ] = None
-    min_tokens: Annotated[
-        int | None, _sampling("--min-tokens", help="The answer does not end before this many tokens.")
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        _sampling("--max-tokens", help=f"The answer ends after this many tokens; unset: {DEFAULT_MAX_TOKENS}."),
-    ] = None
-    stop: Annotated[
-        list[str] | None, _sampling("--stop", help="The answer ends before this text; repeatable.", metavar="TEXT")
-    ] = None
-    stop_token_ids: Annotated[
-        list[int] | None,
-        _sampling("--stop-token-id", help="The answer ends with this token; repeatable.", metavar="ID"),
-    ] = None
-    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Write on past the end-of-sequence token.")] = False
-    include_stop_str_in_output: Annotated[
-        bool, _sampling("--include-stop-str-in-output", help="Keep the stop text in the answer.")
-    ] = False
-    keep_special_tokens: Annotated[
-        bool, _sampling("--keep-special-tokens", help="Show special tokens in the answer.")
-    ] = False
-    seed: Annotated[int | None, _sampling("--seed", help="Sampling with the same seed gives the same answer.")] = None
-    logprobs: Annotated[
-        int | None, _sampling("--logprobs", help="Log-probabilities of this many tokens per position (--json).")
-    ] = None
+    system: str | None = flag(None, "System message, before the prompt.", "TEXT")
+    json: bool = flag(False, "Print one JSON object per answer and nothing else.")
+    temperature: float | None = _sampling(None, "0: always the likeliest token (greedy).", None, "--temperature", "-t")
+    top_k: int | None = _sampling(None, "Sample from the k likeliest tokens only.")
+    top_p: float | None = _sampling(None, "Sample from the fewest tokens with this probability together.")
+    min_p: float | None = _sampling(None, "Drop tokens less likely than this share of the likeliest.")
+    repetition_penalty: float | None = _sampling(None, "Above 1: fewer repetitions of the prompt and the answer.")
+    presence_penalty: float | None = _sampling(None, "Lowers the logit of every token already in the answer.")
+    frequency_penalty: float | None = _sampling(None, "Lowers a token's logit each time the answer has it.")
+    logit_bias: list[str] | None = _sampling(None, "Add VALUE to the logit of token ID; repeatable.", "ID=VALUE")
+    bad_words: list[str] | None = _sampling(
+        None,
+        "Ban the tokens that spell TEXT, alone or after a space; others may still spell it. Repeatable.",
+        "TEXT",
+        "--bad-word",
+    )
+    min_tokens: int | None = _sampling(None, "The answer does not end before this many tokens.")
+    max_tokens: int | None = _sampling(None, f"The answer ends after this many tokens; unset: {DEFAULT_MAX_TOKENS}.")
+    stop: list[str] | None = _sampling(None, "The answer ends before this text; repeatable.", "TEXT")
+    stop_token_ids: list[int] | None = _sampling(
+        None, "The answer ends with this token; repeatable.", "ID", "--stop-token-id"
+    )
+    ignore_eos: bool = _sampling(False, "Write on past the end-of-sequence token.")
+    include_stop_str_in_output: bool = _sampling(False, "Keep the stop text in the answer.")
+    keep_special_tokens: bool = _sampling(False, "Show special tokens in the answer.")
+    seed: int | None = _sampling(None, "Sampling with the same seed gives the same answer.")
+    logprobs: int | None = _sampling(None, "Log-probabilities of this many tokens per position (--json).")
 
     @property
     def token_limit(self) -> int:
@@ -310,12 +252,12 @@ def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
     hints = get_type_hints(kind, include_extras=True)
     shared = [
         inspect.Parameter(
-            field.name,
+            each.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
+            default=inspect.Parameter.empty if each.default is MISSING else each.default,
+            annotation=_annotation(each.name, hints[each.name], each.metadata.get(FLAG)),
         )
-        for field in sorted(fields(kind), key=lambda field: field.name not in kind.__annotations__)  # inherited: later
+        for each in sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__)  # inherited: later
     ]
 
     @functools.wraps(command)
@@ -327,6 +269,13 @@ def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
     wrapper.__signature__ = inspect.Signature(whole)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in whole}
     return wrapper
+
+
+def _annotation(name: str, kind: Any, declared: Any) -> Any:
+    """Return a field's type for typer; a switch has no second flag that switches it off."""
+    if kind is bool and not declared.param_decls:
+        declared.param_decls = (f"--{name.replace('_', '-')}",)
+    return kind if declared is None else Annotated[kind, declared]
 
 
 def refuse_undecodable(name: str, value: object) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.flags import RunOptions, flag, with_options
+from paceline.cli.flags import RunOptions, argument, flag, with_options
 from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
 from paceline.cli.progress import progress, prompt_progress
 from paceline.errors import InvalidPrompt
@@ -27,23 +27,13 @@ Request = str | list[dict[str, Any]]  # raw text, or messages for the chat templ
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(RunOptions):
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to ask; - reads it from stdin.", metavar="PROMPT", show_default=False)
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        flag(
-            "--prompts",
-            help="Answer all prompts of a file: jsonl (prompt, messages or turns), OpenAI's batch lines, or text.",
-            metavar="FILE",
-        ),
-    ] = None
-    out: Annotated[
-        Path | None,
-        flag("--out", help="Where answers to --prompts go. Run again, the command continues the file.", metavar="FILE"),
-    ] = None
-    raw: Annotated[bool, flag("--raw", help="Continue the text itself, without the chat template.")] = False
-    n: Annotated[int, flag("--n", help="How many answers to the prompt.")] = 1
+    prompt: str | None = argument(None, "What to ask; - reads it from stdin.", "PROMPT", show_default=False)
+    prompts: Path | None = flag(
+        None, "Answer all prompts of a file: jsonl (prompt, messages or turns), OpenAI's batch lines, or text.", "FILE"
+    )
+    out: Path | None = flag(None, "Where answers to --prompts go. Run again, the command continues the file.", "FILE")
+    raw: bool = flag(False, "Continue the text itself, without the chat template.")
+    n: int = flag(1, "How many answers to the prompt.")
 
 
 @with_options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from paceline.bench.grid import split
 from paceline.cli import flags
@@ -24,21 +24,13 @@ STYLES = {"pass": "green", "fail": "bold red", "not exercised": "yellow"}
 
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions(ModelOptions):
-    methods: Annotated[
-        str | None,
-        flag("--methods", help="Methods to check, with commas between; unset: all that are loaded.", metavar="NAMES"),
-    ] = None
+    methods: str | None = flag(None, "Methods to check, with commas between; unset: all that are loaded.", "NAMES")
     draft_model: flags.DraftModel = None
     drafter: flags.Drafter = None
-    prompts: Annotated[
-        int | None, flag("--prompts", min=1, help="How many prompts to use; unset: 12, with --quick 4.", metavar="N")
-    ] = None
+    prompts: int | None = flag(None, "How many prompts to use; unset: 12, with --quick 4.", "N", min=1)
     quick: flags.Quick = False
-    inject: Annotated[
-        str | None,
-        flag("--inject", help="Plant a fault that must be found: bias, rollback, bonus or coins.", metavar="NAME"),
-    ] = None
-    seed: Annotated[int, flag("--seed", min=0, help="Seed of the seeded requests and of the replays.", metavar="N")] = 0
+    inject: str | None = flag(None, "Plant a fault that must be found: bias, rollback, bonus or coins.", "NAME")
+    seed: int = flag(0, "Seed of the seeded requests and of the replays.", "N", min=0)
     json: flags.Json = False
 
 

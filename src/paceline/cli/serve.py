@@ -10,11 +10,9 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from paceline.cli.flags import EngineOptions, with_options
+from paceline.cli.flags import EngineOptions, flag, with_options
 from paceline.cli.output import print_note
 from paceline.errors import InvalidParameter, PacelineError, short_repr
 
@@ -26,46 +24,33 @@ ENGINE_OPTIONS = (
     *("max_model_len", "gpu_memory_fraction", "max_num_seqs", "max_num_batched_tokens", "max_waiting"),
     "kv_cache_bytes",
 )
-_flag = functools.partial(typer.Option, rich_help_panel="Server")
+_flag = functools.partial(flag, rich_help_panel="Server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(EngineOptions):
-    host: Annotated[str, _flag(help="Address to listen on; 0.0.0.0 is open to the network.")] = "127.0.0.1"
-    port: Annotated[int, _flag(help="Port to listen on; 0 picks a free one.", min=0, max=65535, metavar="N")] = 8000
-    served_model_name: Annotated[str | None, _flag(help="The model's name in the API.", metavar="NAME")] = None
-    api_key_file: Annotated[
-        Path | None, _flag(help=f"Keys that clients must send, one a line; or set {KEY_VARIABLE}.", metavar="FILE")
-    ] = None
-    max_num_seqs: Annotated[int, _flag(help="Most sequences that share a step.", min=1, metavar="N")] = 64
-    max_num_batched_tokens: Annotated[int, _flag(help="Most tokens of one pass.", min=1, metavar="N")] = 512
-    max_waiting: Annotated[
-        int, _flag(help="Requests that may wait; more are refused with 429.", min=1, metavar="N")
-    ] = 256
-    kv_cache_bytes: Annotated[
-        int | None, _flag(help="Memory for keys and values; unset: decided at the start.", metavar="BYTES")
-    ] = None
-    max_body_bytes: Annotated[int, _flag(help="Largest body of a request, in bytes.", min=1024, metavar="N")] = 4 << 20
-    request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001, metavar="SECONDS")] = 600.0
-    grace: Annotated[
-        float, _flag(help="Seconds for running requests to finish at a stop.", min=0, metavar="SECONDS")
-    ] = 10.0
-    cors_origin: Annotated[
-        list[str] | None, _flag(help="Allow pages of this origin; repeatable.", metavar="ORIGIN")
-    ] = None
-    capture: Annotated[
-        Path | None,
-        _flag(help="Append every prompt and answer to this file, for `train --data`. Tell the users.", metavar="FILE"),
-    ] = None
-    log_json: Annotated[bool, _flag("--log-json", help="Write logs as JSON, one object a line.")] = False
-    replicas: Annotated[
-        int | None,
-        _flag(help="Engines behind one address on this machine, by Ray; needs the extra ray.", min=1, metavar="N"),
-    ] = None
-    max_replicas: Annotated[
-        int | None,
-        _flag(help="Start up to this many where the load asks for it; needs --replicas.", min=1, metavar="N"),
-    ] = None
+    host: str = _flag("127.0.0.1", "Address to listen on; 0.0.0.0 is open to the network.")
+    port: int = _flag(8000, "Port to listen on; 0 picks a free one.", "N", min=0, max=65535)
+    served_model_name: str | None = _flag(None, "The model's name in the API.", "NAME")
+    api_key_file: Path | None = _flag(None, f"Keys that clients must send, one a line; or set {KEY_VARIABLE}.", "FILE")
+    max_num_seqs: int = _flag(64, "Most sequences that share a step.", "N", min=1)
+    max_num_batched_tokens: int = _flag(512, "Most tokens of one pass.", "N", min=1)
+    max_waiting: int = _flag(256, "Requests that may wait; more are refused with 429.", "N", min=1)
+    kv_cache_bytes: int | None = _flag(None, "Memory for keys and values; unset: decided at the start.", "BYTES")
+    max_body_bytes: int = _flag(4 << 20, "Largest body of a request, in bytes.", "N", min=1024)
+    request_limit: float = _flag(600.0, "Seconds a request may take.", "SECONDS", min=0.001)
+    grace: float = _flag(10.0, "Seconds for running requests to finish at a stop.", "SECONDS", min=0)
+    cors_origin: list[str] | None = _flag(None, "Allow pages of this origin; repeatable.", "ORIGIN")
+    capture: Path | None = _flag(
+        None, "Append every prompt and answer to this file, for `train --data`. Tell the users.", "FILE"
+    )
+    log_json: bool = _flag(False, "Write logs as JSON, one object a line.")
+    replicas: int | None = _flag(
+        None, "Engines behind one address on this machine, by Ray; needs the extra ray.", "N", min=1
+    )
+    max_replicas: int | None = _flag(
+        None, "Start up to this many where the load asks for it; needs --replicas.", "N", min=1
+    )
 
 
 @with_options

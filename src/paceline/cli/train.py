@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from paceline.cli.flags import Json, flag, with_options
+from paceline.cli.flags import Json, argument, flag, with_options
 from paceline.cli.output import print_json, print_note
 from paceline.errors import InvalidParameter
 from paceline.training.registry import TRAINEES
@@ -29,52 +27,28 @@ RUN_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFlags:
-    method: Annotated[str, typer.Argument(help=f"What to train: {', '.join(TRAINEES)}.", metavar="METHOD")]
-    target: Annotated[str, flag("--target", "-t", help="The model that the drafter is for.", metavar="MODEL")]
-    out: Annotated[str, flag("--out", "-o", help="Folder for the drafter.", metavar="DIR")]
-    data: Annotated[
-        list[Path] | None,
-        flag("--data", help="Chats or prompts as jsonl, or a text; repeatable.", metavar="FILE"),
-    ] = None
-    regenerate: Annotated[bool, flag("--regenerate", help="Have the target answer the prompts of --data anew.")] = False
-    synthesise: Annotated[
-        int,
-        flag("--synthesise", min=0, help="Have the target write and answer this many prompts.", metavar="N"),
-    ] = 0
-    mix: Annotated[
-        str | None, flag("--mix", help="How much each source counts, by its name.", metavar="NAME=WEIGHT,...")
-    ] = None
-    init_from: Annotated[
-        Path | None, flag("--init-from", help="Continue from this drafter's weights.", metavar="DIR")
-    ] = None
-    resume: Annotated[bool, flag("--resume", help="Continue the training in --out.")] = False
-    minutes: Annotated[
-        float | None, flag("--minutes", min=0.001, help="Minutes of training; unset: 10.", metavar="MINUTES")
-    ] = None
-    steps: Annotated[
-        int | None, flag("--steps", min=1, help="Steps of training, instead of --minutes.", metavar="N")
-    ] = None
-    stop_minutes: Annotated[
-        float | None,
-        flag("--stop-minutes", min=0.001, help="End this run early; --resume goes on.", metavar="MINUTES"),
-    ] = None
-    rows: Annotated[int, flag("--rows", min=1, help="Rows of a step.", metavar="N")] = 64
-    length: Annotated[int, flag("--length", min=32, help="Tokens of each row.", metavar="N")] = 512
-    lr: Annotated[float, flag("--lr", min=0.0, help="Highest learning rate.", metavar="N")] = 1e-3
-    warmup: Annotated[int, flag("--warmup", min=0, help="Steps over which the learning rate rises.", metavar="N")] = 200
-    optimizer: Annotated[str, flag("--optimizer", help="Optimizer: adamw or muon.", metavar="NAME")] = "adamw"
-    size: Annotated[
-        list[str] | None,
-        flag(
-            "--set",
-            help="A size of the method, such as layers, block or draft_vocab; repeatable.",
-            metavar="NAME=VALUE",
-        ),
-    ] = None
-    seed: Annotated[
-        int, flag("--seed", min=0, help="Seed of the weights and of the order of the data.", metavar="N")
-    ] = 0
-    device: Annotated[str, flag("--device", help="Where to train: auto, cpu or cuda.", metavar="NAME")] = "auto"
+    method: str = argument(MISSING, f"What to train: {', '.join(TRAINEES)}.", "METHOD")
+    target: str = flag(MISSING, "The model that the drafter is for.", "MODEL", "--target", "-t")
+    out: str = flag(MISSING, "Folder for the drafter.", "DIR", "--out", "-o")
+    data: list[Path] | None = flag(None, "Chats or prompts as jsonl, or a text; repeatable.", "FILE")
+    regenerate: bool = flag(False, "Have the target answer the prompts of --data anew.")
+    synthesise: int = flag(0, "Have the target write and answer this many prompts.", "N", min=0)
+    mix: str | None = flag(None, "How much each source counts, by its name.", "NAME=WEIGHT,...")
+    init_from: Path | None = flag(None, "Continue from this drafter's weights.", "DIR")
+    resume: bool = flag(False, "Continue the training in --out.")
+    minutes: float | None = flag(None, "Minutes of training; unset: 10.", "MINUTES", min=0.001)
+    steps: int | None = flag(None, "Steps of training, instead of --minutes.", "N", min=1)
+    stop_minutes: float | None = flag(None, "End this run early; --resume goes on.", "MINUTES", min=0.001)
+    rows: int = flag(64, "Rows of a step.", "N", min=1)
+    length: int = flag(512, "Tokens of each row.", "N", min=32)
+    lr: float = flag(0.001, "Highest learning rate.", "N", min=0.0)
+    warmup: int = flag(200, "Steps over which the learning rate rises.", "N", min=0)
+    optimizer: str = flag("adamw", "Optimizer: adamw or muon.", "NAME")
+    size: list[str] | None = flag(
+        None, "A size of the method, such as layers, block or draft_vocab; repeatable.", "NAME=VALUE", "--set"
+    )
+    seed: int = flag(0, "Seed of the weights and of the order of the data.", "N", min=0)
+    device: str = flag("auto", "Where to train: auto, cpu or cuda.", "NAME")
     json: Json = False
 
     def check(self) -> None:

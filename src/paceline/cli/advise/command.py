@@ -7,7 +7,7 @@ printed and written, with a list of what is missing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from paceline.advisor.advise import LENGTHS, QUICK_LENGTHS, Advisor, check_halves, halves
 from paceline.advisor.result import FILES, Advice
@@ -15,7 +15,7 @@ from paceline.bench.grid import concurrencies
 from paceline.bench.prompts import Prompt, from_file, shipped
 from paceline.bench.runner import Plan
 from paceline.cli.bench.command import choose_folder, packaged_workloads, plan_of, settings_of
-from paceline.cli.flags import MeasureOptions, Model, flag, with_options
+from paceline.cli.flags import WHICH, MeasureOptions, argument, flag, with_options
 from paceline.cli.output import exit_code, print_and_save, print_note
 from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
@@ -26,22 +26,16 @@ PER_WORKLOAD, QUICK_PROMPTS = 6, 40
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions(MeasureOptions):
-    model: Model = "smollm2"
-    concurrency: Annotated[
-        str | None,
-        flag("--concurrency", help=f"Numbers of requests at once to measure; unset: {CONCURRENCY}.", metavar="N,N"),
-    ] = None
-    traffic: Annotated[
-        str | None,
-        flag(
-            "--traffic",
-            help="Count the machines that serve this traffic, with commas between: rate=2 (requests a second), "
-            "prompt=200 and answer=100 (tokens), ttft=1 and inter_token=0.1 (limits of p99, in seconds).",
-            metavar="NAME=N,...",
-        ),
-    ] = None
-    price: Annotated[float | None, flag("--price", help="Price of a machine for an hour; needs --traffic.")] = None
-    seed: Annotated[int, flag("--seed", help="Seed of the order of the prompts and of sampling.")] = 0
+    model: str = argument("smollm2", WHICH, "MODEL")
+    concurrency: str | None = flag(None, f"Numbers of requests at once to measure; unset: {CONCURRENCY}.", "N,N")
+    traffic: str | None = flag(
+        None,
+        "Count the machines that serve this traffic, with commas between: rate=2 (requests a second), "
+        "prompt=200 and answer=100 (tokens), ttft=1 and inter_token=0.1 (limits of p99, in seconds).",
+        "NAME=N,...",
+    )
+    price: float | None = flag(None, "Price of a machine for an hour; needs --traffic.")
+    seed: int = flag(0, "Seed of the order of the prompts and of sampling.")
 
     @property
     def load_options(self) -> dict[str, Any]:

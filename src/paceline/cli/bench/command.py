@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.bench.grid import concurrencies, split
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.bench.runner import Plan
-from paceline.cli.flags import Drafter, MeasureOptions, flag, with_options
+from paceline.cli.flags import Drafter, MeasureOptions, argument, flag, with_options
 from paceline.cli.output import exit_code, print_and_save, print_json
 from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
@@ -34,63 +34,26 @@ MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
 FOR_ENGINES = ("methods", "k", "draft_model", "drafter", "dtype", "device", "threads", "raw")
 FOR_SERVERS = ("baseline_endpoint", "api_key", "timeout", "no_counters")
 FILES = ("results.json", "report.html")
-Text = str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(MeasureOptions):
-    model: Annotated[
-        Text,
-        typer.Argument(help="Alias, folder, .gguf file or hub id; with --endpoint: its name there.", metavar="MODEL"),
-    ] = None
-    methods: Annotated[
-        Text,
-        flag("--methods", help="Methods to measure, with commas between; plain decoding always runs.", metavar="NAMES"),
-    ] = None
-    k: Annotated[
-        Text, flag("--k", help="Numbers of tokens drafted ahead, each measured by itself.", metavar="N,N|auto")
-    ] = None
+    model: str | None = argument(None, "Alias, folder, .gguf file or hub id; with --endpoint: its name there.", "MODEL")
+    methods: str | None = flag(None, "Methods to measure, with commas between; plain decoding always runs.", "NAMES")
+    k: str | None = flag(None, "Numbers of tokens drafted ahead, each measured by itself.", "N,N|auto")
     drafter: Drafter = None
-    concurrency: Annotated[
-        str, flag("--concurrency", help="Numbers of requests at once, each measured by itself.", metavar="N,N")
-    ] = "1"
-    workloads: Annotated[
-        Text,
-        flag("--workloads", help=f"Use only some of {', '.join(WORKLOADS)}, or of those in FILE.", metavar="NAMES"),
-    ] = None
-    per_workload: Annotated[
-        int | None,
-        flag(
-            "--per-workload",
-            help="Prompts to use of each workload; unset: 5 of the packaged ones, all of FILE.",
-            min=1,
-            metavar="N",
-        ),
-    ] = None
-    seed: Annotated[
-        str,
-        flag(
-            "--seed",
-            help="Seed of the order of the prompts and of sampling; none: sampling is unseeded.",
-            metavar="N|none",
-        ),
-    ] = "0"
-    endpoint: Annotated[Text, flag("--endpoint", help="Measure this OpenAI-compatible server.", metavar="URL")] = None
-    baseline_endpoint: Annotated[
-        Text, flag("--baseline-endpoint", help="The same server without speculation, to compare with.", metavar="URL")
-    ] = None
-    api_key: Annotated[Text, flag("--api-key", help="Key of the server.", metavar="KEY", envvar="OPENAI_API_KEY")] = (
-        None
+    concurrency: str = flag("1", "Numbers of requests at once, each measured by itself.", "N,N")
+    workloads: str | None = flag(None, f"Use only some of {', '.join(WORKLOADS)}, or of those in FILE.", "NAMES")
+    per_workload: int | None = flag(
+        None, "Prompts to use of each workload; unset: 5 of the packaged ones, all of FILE.", "N", min=1
     )
-    timeout: Annotated[
-        float, flag("--timeout", help="Seconds a server may take for an answer.", min=0.001, metavar="SECONDS")
-    ] = 300.0
-    no_counters: Annotated[
-        bool, flag("--no-counters", help="Do not read the server's /metrics: others use it too.")
-    ] = False
-    compare: Annotated[
-        tuple[Path, Path] | None, flag("--compare", help="Measure nothing: compare two results.json.", metavar="A B")
-    ] = None
+    seed: str = flag("0", "Seed of the order of the prompts and of sampling; none: sampling is unseeded.", "N|none")
+    endpoint: str | None = flag(None, "Measure this OpenAI-compatible server.", "URL")
+    baseline_endpoint: str | None = flag(None, "The same server without speculation, to compare with.", "URL")
+    api_key: str | None = flag(None, "Key of the server.", "KEY", envvar="OPENAI_API_KEY")
+    timeout: float = flag(300.0, "Seconds a server may take for an answer.", "SECONDS", min=0.001)
+    no_counters: bool = flag(False, "Do not read the server's /metrics: others use it too.")
+    compare: tuple[Path, Path] | None = flag(None, "Measure nothing: compare two results.json.", "A B")
 
 
 @with_options
