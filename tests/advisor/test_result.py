@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.advisor.advise import check_halves, halves
 from paceline.advisor.choice import OFF, Figure, Figures, combined, levels_between, ranked, recommend, to_check
-from paceline.advisor.result import Advice, FailedSetting, paceline_config, paceline_flags, vllm_config, why_off
+from paceline.advisor.result import Advice, paceline_config, paceline_flags, vllm_config, why_off
 from paceline.advisor.subject import DrafterCost, PassCost, interpolated
 from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
@@ -158,9 +158,15 @@ def test_a_figure_without_an_interval_is_sure_only_if_it_is_large() -> None:
 
 # -- reasons
 
-CASE = FailedSetting(
-    label="ngram k=4", k=4, concurrency=1, figure=figure(0.98), draft_cost=0.0, verify_cost=1.0, temperature=0.0
-)
+CASE: dict[str, Any] = {
+    "figure": figure(0.98),
+    "label": "ngram k=4",
+    "k": 4,
+    "concurrency": 1,
+    "draft_cost": 0.0,
+    "verify_cost": 1.0,
+    "temperature": 0.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,7 @@ CASE = FailedSetting(
     ],
 )
 def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind: str, problem: str) -> None:
-    reason = why_off(dataclasses.replace(CASE, **changes))  # type: ignore[arg-type]
+    reason = why_off(**CASE | changes)
     assert reason.kind == kind
     assert re.search(problem, reason.words)
 
@@ -194,8 +200,8 @@ def test_a_gain_that_may_be_chance_is_called_that_and_nothing_else_is_blamed() -
 def test_answers_are_not_called_short_where_decoding_is_most_of_the_wait() -> None:
     long = figure(1.02, decode_ratio=1.055, tokens_per_answer=300)
     mostly = figure(1.04, decode_ratio=1.055, tokens_per_answer=300)
-    assert why_off(dataclasses.replace(CASE, figure=long)).kind == "short-outputs"
-    assert why_off(dataclasses.replace(CASE, figure=mostly)).kind != "short-outputs"
+    assert why_off(**CASE | {"figure": long}).kind == "short-outputs"
+    assert why_off(**CASE | {"figure": mostly}).kind != "short-outputs"
 
 
 # -- settings

@@ -11,7 +11,6 @@ figure is valid, but its interval would be too narrow and is omitted.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from paceline.bench.intervals import MIN_PAIRS, MIN_TOKENS
 from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL
-from paceline.bench.runner import EngineUnderTest, OnProgress, Plan, measure
+from paceline.bench.runner import OnProgress, Plan, measure
 from paceline.config import AUTO
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.errors import InvalidParameter
@@ -108,9 +107,20 @@ class Advisor:
         figures: dict[tuple[int, Contender], Figure],
         on_progress: OnProgress,
     ) -> None:
+        """Add the figures of `contenders` to `figures`, and after an interruption those measured until then."""
         self.subject.contenders = [OFF, *contenders]
-        plan = replace(self.plan, concurrencies=levels)
-        measure_half(self.subject, prompts, plan, self.subject.contenders, figures, on_progress)
+        measurement = Measurement(self.subject.contenders)
+        plan = replace(self.plan, concurrencies=levels, max_rounds=MAX_ROUNDS)
+        try:
+            measure(self.subject, prompts, plan, measurement, on_progress)
+        finally:
+            by_label = {contender.label: contender for contender in measurement.contenders}
+            whole = [cell for cell in cells(measurement) if cell.workload == ALL]
+            for cell in whole:
+                if figure := Figure.of(cell, interval=measurement.rounds[cell.concurrency] == 1):
+                    figures[cell.concurrency, by_label[cell.label]] = figure
+        if not figures:
+            raise InvalidParameter("prompts", next(cell.too_short for cell in whole if cell.too_short) or "")
 
     def _part(self, start: float, share: float) -> OnProgress:
         """Report the progress of one stage as a part of the whole run's."""
@@ -156,42 +166,3 @@ def check_halves(halves: Sequence[Sequence[Prompt]], levels: Sequence[int], max_
                 f"at most {len(half) * max_tokens} tokens would be measured, and fewer than {MIN_TOKENS} are not "
                 "enough: raise it or give more prompts",
             )
-
-
-def measure_half(
-    subject: EngineUnderTest,
-    prompts: Sequence[Prompt],
-    plan: Plan,
-    contenders: Sequence[Contender],
-    figures: dict[tuple[int, Contender], Figure],
-    on_progress: OnProgress,
-) -> None:
-    """Add the figures of `contenders` to `figures`, and after an interruption those measured until then."""
-    measurement = Measurement(list(contenders))
-    rounds = [(level, turn) for level in plan.concurrencies for turn in range(_rounds(prompts, level))]
-    try:
-        for done, (level, turn) in enumerate(rounds):
-            part = Measurement(measurement.contenders)
-            one = replace(plan, concurrencies=[level], seed=(plan.seed or 0) + turn)
-
-            def progress(now: float, total: float, what: str, done: int = done) -> None:
-                on_progress(done + now / total, len(rounds), what)
-
-            try:
-                measure(subject, prompts, one, part, progress)
-            finally:
-                first = 1 + max((row.group for row in measurement.rows), default=-1)
-                measurement.rows += [dataclasses.replace(row, group=first + row.group) for row in part.rows]
-    finally:
-        by_label = {contender.label: contender for contender in contenders}
-        whole = [cell for cell in cells(measurement) if cell.workload == ALL]
-        for cell in whole:
-            if figure := Figure.of(cell, interval=_rounds(prompts, cell.concurrency) == 1):
-                figures[cell.concurrency, by_label[cell.label]] = figure
-    if not figures:
-        raise InvalidParameter("prompts", next(cell.too_short for cell in whole if cell.too_short) or "")
-
-
-def _rounds(prompts: Sequence[Prompt], level: int) -> int:
-    groups, _ = make_groups(prompts, level)
-    return min(-(-MIN_PAIRS // max(len(groups), 1)), MAX_ROUNDS)

@@ -103,16 +103,14 @@ class Advice:
         assert contender.k is not None
         seconds = next((cost.at(level) for cost in self.drafters if cost.serves(contender)), 0.0)
         return why_off(
-            FailedSetting(
-                label=contender.label,
-                k=contender.k,
-                concurrency=level,
-                figure=fixed[contender],
-                draft_cost=seconds / self.cost.step_s(level, 0),
-                verify_cost=self.cost.verify_cost(level, contender.k),
-                temperature=float(self.settings.get("temperature", 0.0)),
-                pays_below=any(figure.pays for (at, _), figure in self.known.items() if at < level),
-            )
+            fixed[contender],
+            label=contender.label,
+            k=contender.k,
+            concurrency=level,
+            draft_cost=seconds / self.cost.step_s(level, 0),
+            verify_cost=self.cost.verify_cost(level, contender.k),
+            temperature=float(self.settings.get("temperature", 0.0)),
+            pays_below=any(figure.pays for (at, _), figure in self.known.items() if at < level),
         )
 
     @property
@@ -227,20 +225,6 @@ MOST_OF_IT = 0.5  # decoding's share of the time; below it answers are short
 WOULD_PAY = 1.1  # speed-up; a condition is the cause if the speed-up without it would be this high
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailedSetting:
-    """The best fixed setting at a concurrency where none pays, and its costs in plain passes."""
-
-    label: str
-    k: int
-    concurrency: int
-    figure: Figure
-    draft_cost: float  # of a token drafted ahead
-    verify_cost: float  # of the pass that checks the draft
-    temperature: float
-    pays_below: bool = False  # at a lower concurrency
-
-
 @dataclass(frozen=True)
 class Reason:
     kind: str  # uncertain, short-outputs, little, costly-drafter, saturated, temperature, acceptance
@@ -254,10 +238,23 @@ def uncertain(label: str, figure: Figure) -> Reason:
     return Reason("uncertain", words)
 
 
-def why_off(failed: FailedSetting) -> Reason:
-    """Return the condition that fails by theory, in the order in which conditions can be fixed."""
-    figure, alpha, k = failed.figure, failed.figure.alpha or 0.0, failed.k
-    draft_cost, verify_cost = failed.draft_cost, failed.verify_cost
+def why_off(
+    figure: Figure,
+    *,
+    label: str,
+    k: int,
+    concurrency: int,
+    draft_cost: float,
+    verify_cost: float,
+    temperature: float,
+    pays_below: bool = False,
+) -> Reason:
+    """Return the condition that fails by theory, in the order in which conditions can be fixed.
+
+    `figure` is of the best fixed setting at a concurrency where none pays; `pays_below`: it pays at a lower one. Costs
+    are in plain passes.
+    """
+    alpha = figure.alpha or 0.0
     acceptance = f"an acceptance of {alpha:.0%}"
     if _answers_are_short(figure):
         words = (
@@ -269,25 +266,25 @@ def why_off(failed: FailedSetting) -> Reason:
     expected = speedup(alpha, k, draft_cost, verify_cost)
     if expected >= PAYS:  # no condition fails, so none may be blamed
         words = (
-            f"By {acceptance} and the cost of passes here {failed.label} would be {expected:.2f}x where it drafts; "
+            f"By {acceptance} and the cost of passes here {label} would be {expected:.2f}x where it drafts; "
             f"{figure.ratio:.2f}x over all steps is too little for a setting."
         )
         return Reason("little", words)
     if draft_cost >= 0.05 and speedup(alpha, k, 0.0, verify_cost) >= WOULD_PAY:
         words = (
-            f"{failed.label} takes {draft_cost:.0%} of a pass of the model for every token it drafts; at {acceptance} "
+            f"{label} takes {draft_cost:.0%} of a pass of the model for every token it drafts; at {acceptance} "
             "that costs what it saves, or more. A smaller drafter might pay."
         )
         return Reason("costly-drafter", words)
-    if verify_cost >= 1.1 and (failed.pays_below or speedup(alpha, k, draft_cost, 1.0) >= WOULD_PAY):
-        return Reason("saturated", _saturated(failed, acceptance))
+    if verify_cost >= 1.1 and (pays_below or speedup(alpha, k, draft_cost, 1.0) >= WOULD_PAY):
+        return Reason("saturated", _saturated(k, concurrency, verify_cost, acceptance))
     needed = break_even(k, PAYS * draft_cost, PAYS * verify_cost)
     more = (
         "no acceptance would be enough" if needed is None else f"it takes more than {needed:.0%} to gain {PAYS - 1:.0%}"
     )
     words = f"drafts find {acceptance}, and at what passes cost here {more}."
-    if failed.temperature >= WARM:
-        chance = f"At temperature {failed.temperature:g} answers are partly chance and hard to guess"
+    if temperature >= WARM:
+        chance = f"At temperature {temperature:g} answers are partly chance and hard to guess"
         return Reason("temperature", f"{chance}: {words}")
     return Reason("acceptance", f"The answers are hard to guess: {words}")
 
@@ -299,11 +296,11 @@ def _answers_are_short(figure: Figure) -> bool:
     return (1 - 1 / figure.ratio) / (1 - 1 / figure.decode_ratio) < MOST_OF_IT
 
 
-def _saturated(failed: FailedSetting, acceptance: str) -> str:
-    one = failed.concurrency == 1
-    at_once = "one request" if one else f"{failed.concurrency} requests at once"
-    more = f"{failed.k} token{'s' * (failed.k > 1)} more{'' if one else ' for each request'}"
+def _saturated(k: int, concurrency: int, verify_cost: float, acceptance: str) -> str:
+    one = concurrency == 1
+    at_once = "one request" if one else f"{concurrency} requests at once"
+    more = f"{k} token{'s' * (k > 1)} more{'' if one else ' for each request'}"
     return (
         f"With {at_once} the machine is busy computing: a pass that checks {more} takes "
-        f"{failed.verify_cost:.1f} times as long as one that checks none, which {acceptance} does not win back."
+        f"{verify_cost:.1f} times as long as one that checks none, which {acceptance} does not win back."
     )

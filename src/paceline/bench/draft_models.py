@@ -15,7 +15,6 @@ from paceline.models.load.loader import load_config
 from paceline.models.load.open_model import LoadedModel
 from paceline.models.spec import ModelConfig
 from paceline.platform import cpu as machine
-from paceline.theory import kv_bytes_per_token
 
 MEMORY_SHARE = 0.8  # share of free memory, for a draft model or for the caches of all engines
 WITH_MODEL = tuple(name for name, method in METHODS.items() if "draft_model" in method.needs)
@@ -26,7 +25,6 @@ class DraftModel:
     name: str
     loaded: LoadedModel
     weight_bytes: int
-    kv_bytes: int  # per token of context
 
     def drafter(self, target: ModelConfig) -> DraftModelDrafter:
         return DraftModelDrafter(
@@ -47,14 +45,6 @@ def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
         name=name,
         loaded=loaded,
         weight_bytes=int(parameters(config) * loaded.kind.bytes_per_weight),
-        kv_bytes=int(
-            kv_bytes_per_token(
-                layers=config.num_layers,
-                kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                bytes_per_value=loaded.decoder.cache_dtype.itemsize,
-            )
-        ),
     )
 
 

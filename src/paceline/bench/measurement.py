@@ -95,6 +95,7 @@ class Measurement:
     contenders: list[Contender]
     rows: list[AnswerRow] = field(default_factory=list)
     left_out: dict[int, int] = field(default_factory=dict)  # concurrency -> prompts that filled no group
+    rounds: dict[int, int] = field(default_factory=dict)  # concurrency -> groupings of all prompts
     comparable: bool = True  # whether all contenders are to give the same tokens: greedy, or seeded
     complete: bool = False
 

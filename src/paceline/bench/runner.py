@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from paceline.bench.grid import Contender
 from paceline.bench.groups import PromptGroup, make_groups
+from paceline.bench.intervals import MIN_PAIRS
 from paceline.bench.measurement import AnswerRow, Measurement, Run, plain_of
 from paceline.bench.prompts import Prompt
 from paceline.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ class Plan:
     max_tokens: int
     temperature: float = 0.0
     seed: int | None = 0  # seed of the order and of sampling; None: requests are not seeded
+    max_rounds: int = 1  # groupings of the prompts at a concurrency; further ones where one gives too few groups
 
 
 def measure(
@@ -61,12 +63,20 @@ def measure(
     """Fill `measurement`, row by row."""
     noise = random.Random(plan.seed)
     measurement.comparable = plan.temperature == 0 or plan.seed is not None
-    grouped = {level: make_groups(prompts, level, plan.seed or 0) for level in plan.concurrencies}
-    turns = sum(_weight(level) * group.turns for level, (groups, _) in grouped.items() for group in groups)
+    seed = plan.seed or 0
+    for level in plan.concurrencies:
+        groups, left_out = make_groups(prompts, level, seed)
+        measurement.left_out[level] = len(left_out)
+        measurement.rounds[level] = min(-(-MIN_PAIRS // max(len(groups), 1)), plan.max_rounds)
+    grouped = [
+        (level, make_groups(prompts, level, seed + turn)[0])
+        for level, rounds in measurement.rounds.items()
+        for turn in range(rounds)
+    ]
+    turns = sum(_weight(level) * group.turns for level, groups in grouped for group in groups)
     work = WorkEstimate(len(measurement.contenders) * turns, on_progress)
     pair = 0
-    for concurrency, (groups, left_out) in grouped.items():
-        measurement.left_out[concurrency] = len(left_out)
+    for concurrency, groups in grouped:
         work.begin("warming up")
         answerers = subject.open(concurrency)
         for answerer in answerers.values():  # the first passes fault pages in and give the policy the cost of a step

@@ -213,7 +213,7 @@ class RunOptions(EngineOptions):
     def sampling_params(self, **more: Any) -> SamplingParams:
         from paceline.sampling_params import SamplingParams
 
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        values: dict[str, Any] = {each.name: getattr(self, each.name, None) for each in fields(SamplingParams)}
         values |= {"logit_bias": parse_logit_bias(self.logit_bias or []), "max_tokens": self.token_limit, **more}
         # By identity: 0 may be a value of the user's (--temperature 0), an unset flag is None, False or [].
         values = {
@@ -222,13 +222,6 @@ class RunOptions(EngineOptions):
         if self.keep_special_tokens:
             values["skip_special_tokens"] = False
         return SamplingParams(**values)
-
-
-_SAMPLING_FIELDS = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "seed", "logprobs"),
-)
 
 
 def parse_logit_bias(items: list[str]) -> dict[int, float] | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import NONE
 from paceline.errors import InvalidParameter
@@ -222,31 +222,12 @@ def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)  # ASCII: valid whatever stdout's encoding is
 
 
-class Savable(Protocol):
-    """Results or advice, as JSON."""
-
-    def to_json(self) -> dict[str, Any]: ...
-
-
-Outcome = TypeVar("Outcome", bound=Savable)
-
-
-def print_and_save(
-    folder: Path,
-    outcome: Outcome,
-    show: Callable[[Outcome], None],
-    save: Callable[[Outcome, Path], SequenceOf[Path]],
-    *,
-    as_json: bool,
-) -> None:
+def print_and_save(folder: Path, show: Callable[[], None], save: Callable[[Path], SequenceOf[Path]]) -> None:
     """Print first: the figures must be seen even if the disk is full."""
-    if as_json:
-        print_json(outcome.to_json())
-    else:
-        show(outcome)
+    show()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = save(outcome, folder)
+        files = save(folder)
     except OSError as error:
         raise InvalidParameter("out", f"the results could not be written to {folder}: {error.strerror}") from error
     print_note(f"written to {folder}: {', '.join(file.name for file in files)}")

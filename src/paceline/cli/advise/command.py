@@ -16,7 +16,7 @@ from paceline.bench.prompts import Prompt, from_file, shipped
 from paceline.bench.runner import Plan
 from paceline.cli.bench.command import choose_folder, packaged_workloads, plan_of, settings_of
 from paceline.cli.flags import WHICH, MeasureOptions, argument, flag, with_options
-from paceline.cli.output import exit_code, print_and_save, print_note
+from paceline.cli.output import exit_code, print_and_save, print_json, print_note
 from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
 
@@ -57,8 +57,17 @@ def advise(*, options: AdviseOptions) -> int:
     check_halves(halves(prompts), levels, plan.max_tokens)
     folder = choose_folder(options.out, options.model, "paceline-advice", FILES)
     advice, stopped = run(options, prompts, plan)
-    print_and_save(folder, advice, print_advice, Advice.save, as_json=options.json)
+    print_and_save(folder, lambda: show(advice, as_json=options.json), advice.save)
     return exit_code(stopped, f"interrupted; missing: {', '.join(advice.missing)}")
+
+
+def show(advice: Advice, *, as_json: bool) -> None:
+    if as_json:
+        print_json(advice.to_json())
+    else:
+        from paceline.cli.advise.words import print_advice  # rich takes a while
+
+        print_advice(advice)
 
 
 def run(options: AdviseOptions, prompts: list[Prompt], plan: Plan) -> tuple[Advice, BaseException | None]:
@@ -96,9 +105,3 @@ def choose_prompts(options: AdviseOptions, most: int) -> list[Prompt]:
     names = packaged_workloads(options)
     needed = QUICK_PROMPTS if options.quick else PER_WORKLOAD * len(names)
     return shipped(names, -(-max(needed, 2 * most) // len(names)))
-
-
-def print_advice(advice: Advice) -> None:
-    from paceline.cli.advise import words  # rich takes a while
-
-    words.print_advice(advice)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.bench.prompts import UNNAMED, Prompt, read_json, read_text
 from paceline.cli.output import choice_object, error_object
@@ -33,19 +33,6 @@ SAMPLING = {
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
 }
 WITHOUT_EFFECT = {"stream": (False, None), "logprobs": (False, None), "top_logprobs": (0, None)}  # at these values
-
-
-class RequestLine(Protocol):
-    @property
-    def id(self) -> str:
-        """A digest of the line, the request and its settings, equal in every run and different for every line."""
-        ...
-
-    def ask(self, llm: LLM) -> list[RequestOutput]: ...
-
-    def result(self, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]: ...
-
-    def failure(self, error: PacelineError) -> dict[str, Any]: ...
 
 
 def read_lines(
@@ -105,7 +92,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class PromptLine:
-    id: str
+    id: str  # a digest of the line, the request and its settings: equal in every run, different for every line
     number: int
     prompt_id: Any  # the line's own "id", handed on
     prompt: Prompt
@@ -164,7 +151,7 @@ def _read_prompt_line(
 
 @dataclass(frozen=True)
 class BatchLine:
-    id: str
+    id: str  # as that of a PromptLine
     custom_id: str
     url: str
     content: Any  # messages, or the prompt
@@ -239,3 +226,6 @@ def _sampling(body: Mapping[str, Any], field: str, origin: str, params: Sampling
         return replace(params, **values)
     except (InvalidParameter, ValueError) as error:
         raise InvalidParameter("prompts", f"{origin}: {error}") from None
+
+
+RequestLine = PromptLine | BatchLine

@@ -7,9 +7,9 @@ answers are in the file are not asked again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from paceline.cli.batch.lines import RequestLine, read_lines
 from paceline.cli.batch.result_file import ResultFile
 from paceline.cli.generate import load_llm, remark_on_seed
 from paceline.cli.output import Interrupted, drafting_words, print_json, print_json_error, print_note, rate_words
-from paceline.cli.progress import ProgressBar, ProgressLines, live
+from paceline.cli.progress import live
 from paceline.config import EngineConfig
 from paceline.errors import EngineClosed, EngineDied, PacelineError
 from paceline.outputs import RequestOutput, SpeculationStats
@@ -77,7 +77,7 @@ def _answer(llm: LLM, lines: Sequence[RequestLine], results: ResultFile, summary
     started = time.monotonic()
     pool = ThreadPoolExecutor(min(len(lines), REQUESTS_AT_ONCE), thread_name_prefix="paceline-batch")
     try:
-        with _progress(quiet) as display:
+        with nullcontext() if quiet else live() as display:
             for future in as_completed([pool.submit(_result, llm, line) for line in lines]):
                 result, outputs = future.result()
                 results.append(result)
@@ -101,15 +101,6 @@ def _result(llm: LLM, line: RequestLine) -> tuple[dict[str, Any], Sequence[Reque
     except PacelineError as error:
         return line.failure(error), None
     return line.result(llm.name, outputs), outputs
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[ProgressBar | ProgressLines | None]:
-    if quiet:
-        yield None
-        return
-    with live() as display:
-        yield display
 
 
 def _summary_words(summary: Summary, out: Path, llm: LLM | None) -> str:

@@ -70,7 +70,7 @@ def bench(context: typer.Context, *, options: BenchOptions) -> int:
     folder = choose_folder(options.out, options.model or ("endpoint" if options.endpoint else "smollm2"))
     settings = {**settings_of(plan, options.prompts, prompts), "command": command_of(context)}
     results, stopped = (bench_endpoint if options.endpoint else bench_engines)(options, prompts, plan, settings)
-    print_and_save(folder, results, print_results, save_results, as_json=options.json)
+    print_and_save(folder, lambda: show(results, as_json=options.json), lambda folder: save_results(results, folder))
     code = exit_code(stopped, "interrupted: the figures are of what was measured until then")
     return code or (0 if says_something(results) else 1)
 
@@ -222,10 +222,13 @@ def refuse_idle_flags(context: typer.Context, idle: Sequence[str], purpose: str)
 # -- what comes out
 
 
-def print_results(results: Results) -> None:
-    from paceline.cli.bench import tables  # rich takes a while
+def show(results: Results, *, as_json: bool) -> None:
+    if as_json:
+        print_json(results.to_json())
+    else:
+        from paceline.cli.bench.tables import print_results  # rich takes a while
 
-    tables.print_results(results)
+        print_results(results)
 
 
 def save_results(results: Results, folder: Path) -> list[Path]:

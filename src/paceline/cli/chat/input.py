@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.errors import CacheFolderError, InvalidPrompt
 
@@ -20,16 +20,7 @@ if TYPE_CHECKING:
 PROMPT = "> "
 
 
-class Reader(Protocol):
-    hint: str  # about its keys
-    discarded: bool  # the last Ctrl-C discarded a text that was being typed
-
-    def read(self) -> str:
-        """Return the next message or command; raise EOFError at the end and KeyboardInterrupt for Ctrl-C."""
-        ...
-
-
-def open_reader(interactive: bool) -> Reader:
+def open_reader(interactive: bool) -> PromptReader | LineReader:
     on_screen = sys.stdout.isatty() or sys.stderr.isatty()
     if interactive and on_screen and os.environ.get("TERM") != "dumb":
         with suppress(ImportError):
@@ -39,6 +30,7 @@ def open_reader(interactive: bool) -> Reader:
 
 class PromptReader:
     hint = "Alt-Enter starts a new line"
+    discarded = False  # the last Ctrl-C discarded a text that was being typed
 
     def __init__(self) -> None:
         from prompt_toolkit import PromptSession
@@ -53,9 +45,9 @@ class PromptReader:
             # Answers may be collected from stdout; the prompt is no part of them.
             output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
-        self.discarded = False
 
     def read(self) -> str:
+        """Return the next message or command; raise EOFError at the end and KeyboardInterrupt for Ctrl-C."""
         try:
             return self._session.prompt().rstrip("\n")  # of a paste
         except KeyboardInterrupt:

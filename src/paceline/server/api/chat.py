@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from paceline.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
-from paceline.server.api.generation import Generation, details, prompt_logprobs, usage
+from paceline.server.api.generation import Generation, details, header, prompt_logprobs, usage
 from paceline.server.api.protocol import ChatRequest
 from paceline.server.api.tool_calls import ToolParser
 
 
 def completion(generation: Generation, output: RequestOutput, request: ChatRequest, model: str) -> dict[str, Any]:
     return {
-        "id": generation.request_id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
+        **header(generation, "chat.completion", model),
         "choices": [_choice(generation, answer, request) for answer in output.outputs],
         "prompt_logprobs": prompt_logprobs(generation, request),
         "usage": usage([generation]),
@@ -46,12 +42,7 @@ def _choice(generation: Generation, answer: CompletionOutput, request: ChatReque
 
 
 async def chunks(generation: Generation, request: ChatRequest, model: str) -> AsyncIterator[dict[str, Any]]:
-    base = {
-        "id": generation.request_id,
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": model,
-    }
+    base = header(generation, "chat.completion.chunk", model)
     if request.includes_usage:
         base["usage"] = None
     for index in range(generation.params.n):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from itertools import accumulate
 from typing import Any
 
 from paceline.outputs import Logprob, RequestOutput, StreamChunk
-from paceline.server.api.generation import Generation, details, prompt_logprobs, usage
+from paceline.server.api.generation import Generation, details, header, prompt_logprobs, usage
 from paceline.server.api.protocol import CompletionRequest
 
 
@@ -31,13 +30,13 @@ def completion(
             if request.return_token_ids:
                 choice["token_ids"] = answer.token_ids
             choices.append(choice)
-    return {**_base(generations[0], model), "choices": choices, "usage": usage(generations)}
+    return {**header(generations[0], "text_completion", model), "choices": choices, "usage": usage(generations)}
 
 
 async def chunks(
     generations: list[Generation], request: CompletionRequest, model: str
 ) -> AsyncIterator[dict[str, Any]]:
-    base = _base(generations[0], model)
+    base = header(generations[0], "text_completion", model)
     if request.includes_usage:
         base["usage"] = None
     if request.echo:
@@ -94,15 +93,6 @@ def _chunk_choice(generation: Generation, at: int, chunk: StreamChunk, request: 
     if request.return_token_ids:
         choice |= details(chunk)
     return choice
-
-
-def _base(generation: Generation, model: str) -> dict[str, Any]:
-    return {
-        "id": generation.request_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-    }
 
 
 def _echoed(generation: Generation, request: CompletionRequest) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -106,6 +107,11 @@ class Generation:
         if isinstance(event, Failed):
             raise event.error
         return event
+
+
+def header(generation: Generation, kind: str, model: str) -> dict[str, Any]:
+    """Return the fields that all objects of an answer begin with."""
+    return {"id": generation.request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def details(chunk: StreamChunk) -> dict[str, Any]:

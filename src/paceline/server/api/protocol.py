@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -115,11 +116,7 @@ class Sampling(Ignored):
         return SamplingParams(**fields)
 
 
-_SAMPLING = (
-    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"),
-    *("bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
-)
+_SAMPLING = {each.name for each in fields(SamplingParams)} & {*Sampling.model_fields} - {"speculation"}
 
 
 Stop = Annotated[str, Field(max_length=MAX_STOP)]
