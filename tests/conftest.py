@@ -7,6 +7,7 @@ for a core spin, which takes many times as long as the work. Tests of threads as
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is impor
 import torch
 
 from paceline.platform.cpu import usable_cores
+from tests.bench.fake_subject import repetitive
 from tests.helpers import fake_llm
 from tests.helpers.fake_llm import FakeLLM, Result
+from tests.helpers.tiny import save_tiny
 from tests.helpers.tiny_model import write_tiny_model
+
+Output = tuple[int, str, str]  # exit code, stdout, stderr
 
 if not torch.cuda.is_available():  # Triton reads it when it is imported: kernels are then interpreted, on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -85,6 +90,34 @@ def smollm2(smollm2_path: Path):
     from paceline import LLM
 
     return LLM(str(smollm2_path), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model without EOS: its answers have all the tokens they may have."""
+    folder = tmp_path_factory.mktemp("endless")
+    save_tiny("llama-tied", folder)
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), "eos_token_id": None}))
+    return folder
+
+
+@pytest.fixture
+def measuring(endless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Output]:
+    """`bench` or `advise` on the endless model and on prompts with something to draft from."""
+    from paceline.cli.app import run
+
+    capsys.readouterr()  # saving the model draws a bar
+    prompts = tmp_path / "mine.txt"
+
+    def call(command: str, count: int, *arguments: str) -> Output:
+        prompts.write_text("\n".join(prompt.turns[0] for prompt in repetitive(count)))
+        fixed = [command, str(endless), "--raw", "--device", "cpu", "--out", str(tmp_path / "out")]
+        fixed += ["--prompts", str(prompts)] if "--prompts" not in arguments else []
+        code = run([*fixed, *arguments])
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -24,14 +24,8 @@ from paceline.build import load
 from paceline.cli.app import run
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import InvalidParameter
-from tests.advisor.test_subject import endless
 
 TEXT = "rate=10,prompt=40,answer=8,ttft=0.5,inter-token=0.1"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return endless(tmp_path_factory.mktemp("tiny"))
 
 
 def point(rate: float, ttft: float, *, finished: bool = True, inter_token: float = 0.05) -> LoadPoint:
@@ -87,12 +81,12 @@ def test_prompts_have_the_length_asked_for_and_end_with_a_text() -> None:
     assert next(prompts_of([[1, 2, 3]], 2)) == [2, 3]
 
 
-def test_a_drafter_takes_cache_from_sequences(tiny: Path) -> None:
-    target = load(str(tiny), device="cpu")
+def test_a_drafter_takes_cache_from_sequences(endless: Path) -> None:
+    target = load(str(endless), device="cpu")
     traffic = Traffic.parse("rate=50,prompt=20,answer=6")
     config = EngineConfig(max_num_seqs=4)
     plain, drafting, holds = build_pair(
-        target, SpeculationConfig(method="auto", draft_model=str(tiny)), traffic, config
+        target, SpeculationConfig(method="auto", draft_model=str(endless)), traffic, config
     )
     assert 0 < holds.drafting < holds.plain
     assert holds.plain / holds.drafting == pytest.approx(2, rel=0.01)  # its K/V are as large as the target's
@@ -113,11 +107,11 @@ def test_a_drafter_takes_cache_from_sequences(tiny: Path) -> None:
     assert caught.value.field == "traffic"
 
 
-def test_the_command_prints_machines_and_refuses_flags_without_meaning(tiny, capsys, monkeypatch, tmp_path) -> None:
+def test_the_command_prints_machines_and_refuses_flags_without_meaning(endless, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("paceline.cli.advise.capacity.QUICK_SECONDS", 0.1)
     prompts = tmp_path / "mine.txt"
     prompts.write_text("alpha beta\ngamma delta")
-    fixed = ["advise", str(tiny), "--device", "cpu", "--raw", "--quick", "--prompts", str(prompts)]
+    fixed = ["advise", str(endless), "--device", "cpu", "--raw", "--quick", "--prompts", str(prompts)]
     assert run([*fixed, "--traffic", "rate=5,prompt=20,answer=4", "--price", "2"]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("such machine") == 2

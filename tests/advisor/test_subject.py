@@ -13,13 +13,13 @@ from paceline.advisor.advise import Advisor
 from paceline.advisor.result import Advice
 from paceline.advisor.subject import AdviceSubject, DrafterCost, activations_cost, drafter_cost, pass_cost
 from paceline.bench.grid import Contender
-from paceline.bench.prompts import Prompt
 from paceline.bench.runner import Plan
 from paceline.cli.advise.words import notes
 from paceline.drafters.block.checkpoint import write
 from paceline.drafters.heads.checkpoint import save_heads
 from paceline.models.load.loader import load_config
 from paceline.models.quant.quantize import quantize_folder
+from tests.bench.fake_subject import repetitive
 from tests.drafters.block.dspark_reference import drafter_config, random_tensors
 from tests.drafters.overfit import random_heads
 from tests.helpers.tiny import save_tiny
@@ -27,29 +27,10 @@ from tests.models.quant.test_quantize import sized_model
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return endless(tmp_path_factory.mktemp("tiny"))
-
-
-def endless(folder: Path) -> Path:
-    """A tiny model whose answers have all the tokens they may have."""
-    save_tiny("llama-tied", folder)
-    for name in ("config.json", "generation_config.json"):
-        found = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**found, "eos_token_id": None}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def machine(folder: Path) -> AdviceSubject:
-    found = AdviceSubject(str(folder), draft_models=[str(folder)], device="cpu", raw=True)
-    found.check(asked(), 24)
+def machine(endless: Path) -> AdviceSubject:
+    found = AdviceSubject(str(endless), draft_models=[str(endless)], device="cpu", raw=True)
+    found.check(repetitive(8), 24)
     return found
-
-
-def asked(count: int = 8) -> list[Prompt]:
-    texts = [" ".join(f"w{7 if n % 2 else (first + n) % 90}" for n in range(12)) for first in range(count)]
-    return [Prompt(workload="words", turns=(text,), origin=f"line {n}") for n, text in enumerate(texts, start=1)]
 
 
 def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: AdviceSubject) -> None:
@@ -71,7 +52,7 @@ def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: AdviceSub
 def test_every_drafter_is_tried_and_the_best_with_every_k(machine: AdviceSubject) -> None:
     found = Advice(model="tiny", settings={"temperature": 0.0})
     plan = Plan(concurrencies=[1], max_tokens=24)
-    assert Advisor(machine, asked(20), plan, found, lengths=(1, 2, 3), rival=False).run() is None
+    assert Advisor(machine, repetitive(20), plan, found, lengths=(1, 2, 3), rival=False).run() is None
     tried = [contender for _, contender in found.predicted]
     model = machine.draft_models[0].name
     assert {contender.method for contender in tried} == {*machine.methods, "draft-model", "auto"}
@@ -84,18 +65,18 @@ def test_every_drafter_is_tried_and_the_best_with_every_k(machine: AdviceSubject
 
 
 @pytest.mark.parametrize("method", ["dspark", "medusa"])
-def test_a_trained_drafter_is_timed_in_the_steps_of_an_engine(method: str, folder: Path, tmp_path: Path) -> None:
-    target = load_config(folder)
+def test_a_trained_drafter_is_timed_in_the_steps_of_an_engine(method: str, endless: Path, tmp_path: Path) -> None:
+    target = load_config(endless)
     if method == "medusa":
         save_heads(tmp_path, random_heads(target.hidden_size, target.vocab_size))
     else:
         config = drafter_config(target, taps=(0, 2))
         write(tmp_path, config, random_tensors(config))
-    trained = AdviceSubject(str(folder), drafter=[str(tmp_path)], device="cpu", raw=True)
-    trained.check(asked(), 24)
+    trained = AdviceSubject(str(endless), drafter=[str(tmp_path)], device="cpu", raw=True)
+    trained.check(repetitive(8), 24)
     found = Advice(model="tiny", settings={"temperature": 0.0})
     plan = Plan(concurrencies=[1], max_tokens=24)
-    assert Advisor(trained, asked(20), plan, found, lengths=(2,), rival=False).run() is None
+    assert Advisor(trained, repetitive(20), plan, found, lengths=(2,), rival=False).run() is None
     cost = next(each for each in found.drafters if each.method == method)
     assert set(cost.seconds) == {1}
     assert cost.memory_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
@@ -103,7 +84,7 @@ def test_a_trained_drafter_is_timed_in_the_steps_of_an_engine(method: str, folde
 
 
 @pytest.mark.parametrize("problem", ["vocabulary", "memory"])
-def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(problem, folder, tmp_path, monkeypatch) -> None:
+def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(problem, endless, tmp_path, monkeypatch) -> None:
     save_tiny("llama-tied", tmp_path)
     if problem == "vocabulary":
         spelt = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -112,7 +93,7 @@ def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(problem, fo
         (tmp_path / "tokenizer.json").write_text(json.dumps(spelt))
     else:
         monkeypatch.setattr("paceline.platform.cpu.memory", lambda: type("M", (), {"available": 1000})())
-    found = AdviceSubject(str(folder), draft_models=[str(tmp_path)], device="cpu", raw=True)
+    found = AdviceSubject(str(endless), draft_models=[str(tmp_path)], device="cpu", raw=True)
     assert found.draft_models == []
     says = {"vocabulary": "another vocabulary", "memory": "of memory are free"}[problem]
     assert says in found.refused[str(tmp_path)]
@@ -126,7 +107,7 @@ def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(machine, mon
 
     monkeypatch.setattr("paceline.advisor.subject.drafter_cost", interrupted)
     found = Advice(model="tiny", settings={"temperature": 0.0})
-    Advisor(machine, asked(18), Plan(concurrencies=[1], max_tokens=24), found, lengths=(2,)).run()
+    Advisor(machine, repetitive(18), Plan(concurrencies=[1], max_tokens=24), found, lengths=(2,)).run()
     assert found.cost is not None
     assert [each.method for each in found.drafters] == machine.methods
     assert found.missing == ["the rest of the profile", "the prediction", "the check"]
@@ -141,7 +122,7 @@ def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(machine, 
             raise KeyboardInterrupt
 
     plan = Plan(concurrencies=[1], max_tokens=48)
-    stopped = Advisor(machine, asked(18), plan, found, interrupt, lengths=(2,)).run()
+    stopped = Advisor(machine, repetitive(18), plan, found, interrupt, lengths=(2,)).run()
     assert isinstance(stopped, KeyboardInterrupt)
     assert found.missing == missing
     assert found.cost is not None

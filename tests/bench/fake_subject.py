@@ -28,6 +28,12 @@ def prompts(count: int, workload: str = "chat", turns: int = 1) -> list[Prompt]:
     ]
 
 
+def repetitive(count: int) -> list[Prompt]:
+    """Prompts in which every other word is the same: something to draft from."""
+    texts = [" ".join(f"w{7 if n % 2 else (first + n) % 90}" for n in range(12)) for first in range(count)]
+    return [Prompt(workload="words", turns=(text,), origin=f"line {n}") for n, text in enumerate(texts, start=1)]
+
+
 class FakeEngine:
     """A token takes 30 ms plainly. `speed` is how much faster this engine is; `luck` spreads it from group to group."""
 

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,20 @@ from paceline.drafters.heads.checkpoint import save_heads
 from paceline.drafters.method_names import method_names
 from paceline.errors import InvalidPrompt
 from paceline.models.load.loader import load_config
+from tests.bench.fake_subject import repetitive
+from tests.conftest import Output
 from tests.drafters.overfit import random_heads
 from tests.helpers.errors import refused
-from tests.helpers.tiny import save_tiny
 
 CONTENDERS = [Contender("none"), Contender("ngram", 3), Contender("suffix", 2), Contender("auto")]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny("llama-tied", folder)
-    for name in ("config.json", "generation_config.json"):  # no EOS: every answer has all its tokens
-        found = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**found, "eos_token_id": None}))
-    return folder
-
-
-def words(count: int, first: int = 1) -> str:
-    """Every other word is the same: something to draft from."""
-    return " ".join(f"w{7 if n % 2 else (first + n) % 90}" for n in range(count))
-
-
-def asked(count: int = 8) -> list[Prompt]:
-    return [Prompt(workload="words", turns=(words(12, n),), origin=f"line {n + 1}") for n in range(count)]
-
-
-@pytest.fixture(scope="module")
-def measured(tiny: Path) -> Measurement:
-    subject = Engines(str(tiny), CONTENDERS, device="cpu", raw=True)
-    subject.check(asked(), 40)
+def measured(endless: Path) -> Measurement:
+    subject = Engines(str(endless), CONTENDERS, device="cpu", raw=True)
+    subject.check(repetitive(8), 40)
     measurement = Measurement(CONTENDERS)
-    measure(subject, asked(), Plan(concurrencies=[1, 4], max_tokens=40), measurement)
+    measure(subject, repetitive(8), Plan(concurrencies=[1, 4], max_tokens=40), measurement)
     return measurement
 
 
@@ -75,9 +58,9 @@ def test_all_engines_answer_the_same_and_tokens_are_counted_where_they_are_commi
     assert "2 pairs" in str(at_four[1].too_short)
 
 
-def test_engines_share_the_weights_and_nothing_else(tiny: Path) -> None:
-    subject = Engines(str(tiny), CONTENDERS, device="cpu", raw=True)
-    subject.check(asked(), 40)
+def test_engines_share_the_weights_and_nothing_else(endless: Path) -> None:
+    subject = Engines(str(endless), CONTENDERS, device="cpu", raw=True)
+    subject.check(repetitive(8), 40)
     engines = [timed._engine for timed in subject.open(2).values()]
     assert len({id(engine.model) for engine in engines}) == 1
     drafters = [drafter for engine in engines for drafter in engine.drafters.drafters]
@@ -85,10 +68,10 @@ def test_engines_share_the_weights_and_nothing_else(tiny: Path) -> None:
     assert [type(engine.policy).__name__ for engine in engines] == ["AdaptivePolicy"] * 4
 
 
-def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(endless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = [*CONTENDERS[:2], Contender("draft-model", 2), Contender("draft-model", 4), Contender("auto")]
-    subject = Engines(str(tiny), contenders, draft_model=[str(tiny)], device="cpu", raw=True)
-    subject.check(asked(), 40)
+    subject = Engines(str(endless), contenders, draft_model=[str(endless)], device="cpu", raw=True)
+    subject.check(repetitive(8), 40)
     engines = {contender: timed._engine for contender, timed in subject.open(1).items()}
     models = [
         drafter for engine in engines.values() for drafter in engine.drafters.drafters if drafter.name == "draft-model"
@@ -107,46 +90,48 @@ def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(tiny: Path, monke
     subject.open(1)
 
 
-def test_several_draft_models_serve_as_in_an_llm(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").symlink_to(tiny)
-    paths = [str(tiny), str(tmp_path / "other")]
+def test_several_draft_models_serve_as_in_an_llm(endless: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").symlink_to(endless)
+    paths = [str(endless), str(tmp_path / "other")]
     contenders = [*CONTENDERS[:2], Contender("draft-model", 2), Contender("auto")]
-    subject = Engines(str(tiny), contenders, draft_model=paths, device="cpu", raw=True)
-    subject.check(asked(), 40)
+    subject = Engines(str(endless), contenders, draft_model=paths, device="cpu", raw=True)
+    subject.check(repetitive(8), 40)
     used = {
         contender.label: [drafter.name for drafter in timed._engine.drafters.drafters]
         for contender, timed in subject.open(1).items()
     }
-    both = [f"draft-model:{tiny.name}", "draft-model:other"]
+    both = [f"draft-model:{endless.name}", "draft-model:other"]
     assert used["draft-model k=2"][-2:] == used["auto"][-2:] == both
     assert not {*both, "draft-model"} & {*used["plain"], *used[CONTENDERS[1].label]}
     layers = [len(subject._kv_layers(contender)) for contender in contenders]
     assert layers == [layers[0], layers[0], 3 * layers[0], 3 * layers[0]]
 
 
-def test_a_trained_drafter_goes_to_the_engines_that_may_use_it(tiny: Path, tmp_path: Path) -> None:
-    config = load_config(tiny)
+def test_a_trained_drafter_goes_to_the_engines_that_may_use_it(endless: Path, tmp_path: Path) -> None:
+    config = load_config(endless)
     save_heads(tmp_path, random_heads(config.hidden_size, config.vocab_size))
     contenders = [*CONTENDERS[:2], Contender("medusa", 3), Contender("auto")]
-    subject = Engines(str(tiny), contenders, drafter=[str(tmp_path)], device="cpu", raw=True)
-    subject.check(asked(), 40)
+    subject = Engines(str(endless), contenders, drafter=[str(tmp_path)], device="cpu", raw=True)
+    subject.check(repetitive(8), 40)
     used = {one.label: [each.name for each in subject.drafters(one)] for one in contenders}
     assert [label for label, names in used.items() if "medusa" in names] == ["medusa k=3", "auto"]
 
 
-def test_a_prompt_that_does_not_fit_is_named(tiny: Path) -> None:
-    subject = Engines(str(tiny), CONTENDERS[:2], device="cpu", raw=True)
-    long = Prompt(workload="words", turns=(words(250),), origin="line 3 of mine.txt")
+def test_a_prompt_that_does_not_fit_is_named(endless: Path) -> None:
+    subject = Engines(str(endless), CONTENDERS[:2], device="cpu", raw=True)
+    long = Prompt(workload="words", turns=("w7 " * 250,), origin="line 3 of mine.txt")
     with pytest.raises(InvalidPrompt, match=r"line 3 of mine.txt: 250 tokens and 40 of answer .* context of 256"):
-        subject.check([*asked(), long], 40)
+        subject.check([*repetitive(8), long], 40)
     talk = Prompt(workload="words", turns=("w1", "w2"), origin="line 4")
     with pytest.raises(InvalidPrompt, match="line 4: a conversation needs the chat template"):
         subject.check([talk], 40)
 
 
-def test_caches_that_do_not_fit_are_refused_before_they_are_made(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = Engines(str(tiny), CONTENDERS, device="cpu", raw=True)
-    subject.check(asked(), 40)
+def test_caches_that_do_not_fit_are_refused_before_they_are_made(
+    endless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = Engines(str(endless), CONTENDERS, device="cpu", raw=True)
+    subject.check(repetitive(8), 40)
     monkeypatch.setattr("paceline.bench.engines._free_bytes", lambda device: 1_000_000)
     with refused("concurrency"):
         subject.open(64)
@@ -156,38 +141,28 @@ def test_caches_that_do_not_fit_are_refused_before_they_are_made(tiny: Path, mon
 
 
 @pytest.fixture
-def bench(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    prompts = tmp_path / "mine.txt"
-    prompts.write_text("\n".join(prompt.turns[0] for prompt in asked()))
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        fixed = ["bench", str(tiny), "--raw", "--device", "cpu", "--out", str(tmp_path / "out")]
-        fixed += ["--prompts", str(prompts)] if "--prompts" not in arguments else []
-        code = run([*fixed, *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def bench(measuring: Callable[..., Output]) -> Callable[..., Output]:
+    return partial(measuring, "bench", 8)
 
 
-def test_the_command_takes_several_draft_models_and_repeats_them_in_its_own(bench, tiny, tmp_path) -> None:
-    (tmp_path / "other").symlink_to(tiny)
-    both = ("--draft-model", str(tiny), "--draft-model", str(tmp_path / "other"))
+def test_the_command_takes_several_draft_models_and_repeats_them_in_its_own(bench, endless, tmp_path) -> None:
+    (tmp_path / "other").symlink_to(endless)
+    both = ("--draft-model", str(endless), "--draft-model", str(tmp_path / "other"))
     code, _, err = bench("--methods", "draft-model", "--k", "2", "--max-tokens", "40", *both)
     assert code == 0, err
     settings = Results.load(tmp_path / "out" / "results.json").settings
-    assert settings["draft_model"] == [str(tiny), str(tmp_path / "other")]
+    assert settings["draft_model"] == [str(endless), str(tmp_path / "other")]
     assert " ".join(both) in settings["command"]
 
 
-def test_the_command_refuses_a_draft_model_that_is_given_twice(bench, tiny) -> None:
-    code, _, err = bench("--methods", "draft-model", "--draft-model", str(tiny), "--draft-model", str(tiny))
+def test_the_command_refuses_a_draft_model_that_is_given_twice(bench, endless) -> None:
+    code, _, err = bench("--methods", "draft-model", "--draft-model", str(endless), "--draft-model", str(endless))
     assert code == 1
     assert "draft_model: names" in err
     assert "twice" in err
 
 
-def test_the_command_prints_a_table_and_writes_both_files(bench, tiny, tmp_path, capsys) -> None:
+def test_the_command_prints_a_table_and_writes_both_files(bench, endless, tmp_path, capsys) -> None:
     code, out, err = bench("--methods", "ngram,auto", "--k", "2", "--max-tokens", "40")
     assert code == 0, err
     for word in ("plain", "ngram k=2", "auto", "speed-up [95 %]", "one request at a time"):
@@ -201,10 +176,10 @@ def test_the_command_prints_a_table_and_writes_both_files(bench, tiny, tmp_path,
     assert results.settings["k"] == [2]
     assert results.settings["max_tokens"] == 40
     assert results.where["device"] == "cpu"
-    weights = (tiny / "model.safetensors").read_bytes()
+    weights = (endless / "model.safetensors").read_bytes()
     assert results.where["weight_bytes"] == len(weights)
     assert results.where["weights_sha256"] == hashlib.sha256(weights).hexdigest()
-    assert results.settings["command"].startswith(f"paceline bench {tiny} --methods ngram,auto --k 2 --prompts ")
+    assert results.settings["command"].startswith(f"paceline bench {endless} --methods ngram,auto --k 2 --prompts ")
     assert all(cell.prompt_tokens_per_s for cell in results.cells)
     assert results.sample is not None
     assert any(drafted for _, drafted in results.sample["pieces"])

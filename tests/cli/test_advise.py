@@ -9,30 +9,15 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import run
-from tests.advisor.test_subject import asked, endless
+from tests.bench.fake_subject import repetitive
+from tests.conftest import Output
 from tests.helpers.tiny import save_tiny
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    return endless(folder)
 
 
 @pytest.fixture
-def advise(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
-    prompts = tmp_path / "mine.txt"
-    prompts.write_text("\n".join(prompt.turns[0] for prompt in asked(12)))
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        fixed = ["advise", str(tiny), "--raw", "--device", "cpu", "--out", str(tmp_path / "out")]
-        fixed += ["--concurrency", "1"] if "--concurrency" not in arguments else []
-        fixed += ["--prompts", str(prompts)] if "--prompts" not in arguments else []
-        code = run([*fixed, *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+def advise(measuring: Callable[..., Output]) -> Callable[..., Output]:
+    def call(*arguments: str) -> Output:
+        return measuring("advise", 12, *arguments, *([] if "--concurrency" in arguments else ["--concurrency", "1"]))
 
     return call
 
@@ -70,32 +55,37 @@ def test_the_command_says_what_to_do_and_writes_it_down(advise, tmp_path, monkey
         (("--draft-model", "./no-such-folder"), "ModelNotFound"),
     ],
 )
-def test_bad_input_is_refused_by_its_field(advise: Call, arguments: tuple[str, ...], error: str) -> None:
+def test_bad_input_is_refused_by_its_field(
+    advise: Callable[..., Output], arguments: tuple[str, ...], error: str
+) -> None:
     code, out, _ = advise(*arguments, "--json")
     refusal = json.loads(out)["error"]
     assert (code, refusal.get("field", refusal["type"])) == (1, error)
 
 
-def test_too_few_prompts_are_refused_before_the_model_is_loaded(advise: Call, tmp_path: Path) -> None:
+def test_too_few_prompts_are_refused_before_the_model_is_loaded(advise: Callable[..., Output], tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("one\ntwo\nthree")
     code, out, _ = advise("--prompts", str(few), "--json")
     assert (code, json.loads(out)["error"]["field"]) == (1, "prompts")
 
 
-def test_answers_that_end_at_once_are_reported_as_too_short(advise, tmp_path, capsys) -> None:
+def test_answers_that_end_at_once_are_reported_as_too_short(tmp_path, capsys) -> None:
     terse = tmp_path / "terse"
     save_tiny("llama-tied", terse)
     found = json.loads((terse / "generation_config.json").read_text())
     (terse / "generation_config.json").write_text(json.dumps({**found, "eos_token_id": list(range(97))}))
-    prompts = str(tmp_path / "mine.txt")
-    code = run(["advise", str(terse), "--raw", "--device", "cpu", "--concurrency", "1", "--prompts", prompts])
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("\n".join(prompt.turns[0] for prompt in repetitive(12)))
+    code = run(["advise", str(terse), "--raw", "--device", "cpu", "--concurrency", "1", "--prompts", str(prompts)])
     assert code == 1
     assert not Path("paceline-advice").exists()
     assert "fewer than 200 are not enough: give more prompts, or more tokens to each" in capsys.readouterr().err
 
 
-def test_ctrl_c_before_a_profile_says_what_is_missing(advise: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_a_profile_says_what_is_missing(
+    advise: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -30,6 +30,12 @@ def write(path: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
+def job(tmp_path: Path, *lines: dict[str, Any]) -> tuple[list[str], Path]:
+    """Write a file of prompts; return the command that answers it, and the file of answers."""
+    file, out = write(tmp_path / "prompts.jsonl", *lines), tmp_path / "out.jsonl"
+    return ["generate", "--prompts", str(file), "--out", str(out)], out
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -38,17 +44,16 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_form_of_a_line_is_answered_in_the_order_of_the_file(tmp_path, paceline) -> None:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two words"}]
-    write(
-        prompts,
+    command, out = job(
+        tmp_path,
         {"prompt": "hello", "id": "my own"},
         {"messages": talk, "workload": "chat"},
         {"turns": ["first", "second"]},
         batch_line("a", max_tokens=2, temperature=0.5, logit_bias={"7": -1}, user="me", stream=False),
         batch_line("b", "raw text", url="/v1/completions", max_completion_tokens=1),
     )
-    result = paceline("generate", "--prompts", str(prompts), "--out", str(out), "--seed", "3", "--temperature", "1")
+    result = paceline(*command, "--seed", "3", "--temperature", "1")
     assert (result.code, result.out) == (0, "")
     assert result.err.splitlines()[-1].startswith(f"5 answers in {out} · 2 cut off by --max-tokens or the context · ")
     one, two, turns, chat, raw = read(out)
@@ -82,15 +87,14 @@ def test_plain_text_is_a_prompt_a_line_and_flags_apply_to_all(tmp_path: Path, pa
 
 
 def test_log_probabilities_are_in_the_file(tmp_path: Path, paceline: Callable[..., Result]) -> None:
-    file, out = write(tmp_path / "prompts.jsonl", {"prompt": "hello"}), tmp_path / "out.jsonl"
-    assert paceline("generate", "--prompts", str(file), "--out", str(out), "--logprobs", "1").code == 0
+    command, out = job(tmp_path, {"prompt": "hello"})
+    assert paceline(*command, "--logprobs", "1").code == 0
     assert read(out)[0]["choices"][0]["logprobs"][0]["top_logprobs"][0]["token"] == "word1"
 
 
 def test_a_prompt_that_cannot_be_answered_is_a_line_of_its_own(tmp_path: Path, paceline: Callable[..., Result]) -> None:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    write(prompts, {"prompt": "one two three"}, batch_line("a", "one two three"), {"prompt": "one"})
-    result = paceline("generate", "--prompts", str(prompts), "--out", str(out), "--max-model-len", "3")
+    command, out = job(tmp_path, {"prompt": "one two three"}, batch_line("a", "one two three"), {"prompt": "one"})
+    result = paceline(*command, "--max-model-len", "3")
     assert (result.code, "2 could not be answered: see their error" in result.err) == (0, True)
     ours, theirs, fine = read(out)
     assert ours["error"]["type"] == theirs["error"]["code"] == "InvalidPrompt"
@@ -137,8 +141,8 @@ def test_a_wrong_line_is_refused_before_anything_is_asked(line, reason, tmp_path
     ],
 )  # fmt: skip
 def test_a_flag_that_contradicts_a_line_is_refused(line, flags, reason, tmp_path, paceline) -> None:
-    file = write(tmp_path / "prompts.jsonl", line)
-    result = paceline("generate", "--prompts", str(file), "--out", str(tmp_path / "out"), *flags)
+    command, _ = job(tmp_path, line)
+    result = paceline(*command, *flags)
     assert (result.code, reason in result.err) == (1, True)
 
 
@@ -164,30 +168,28 @@ def test_prompts_and_out_belong_together_and_stand_for_a_prompt(arguments, pacel
     ],
 )
 def test_a_file_that_is_not_this_runs_is_left_as_it_is(content, reason, tmp_path, paceline) -> None:
-    file, out = write(tmp_path / "prompts.jsonl", {"prompt": "hello"}), tmp_path / "out.jsonl"
+    command, out = job(tmp_path, {"prompt": "hello"})
     out.write_text(content)
-    result = paceline("generate", "--prompts", str(file), "--out", str(out))
+    result = paceline(*command)
     assert (result.code, reason.format(file=out) in result.err) == (1, True)
     assert out.read_text() == content
     assert not FakeLLM.created
 
 
 def test_other_settings_do_not_continue_a_file(tmp_path: Path, paceline: Callable[..., Result]) -> None:
-    file, out = write(tmp_path / "prompts.jsonl", {"prompt": "hello"}), tmp_path / "out.jsonl"
-    command = ["generate", "--prompts", str(file), "--out", str(out)]
+    command, _ = job(tmp_path, {"prompt": "hello"})
     assert paceline(*command).code == 0
     target = ["-m", "other"], ["--dtype", "float32"], ["--activations", "int8"], ["--kv-dtype", "fp8"]
     for flags in (["--temperature", "0.3"], ["--raw"], ["--system", "x"], *target):
         assert "other settings" in paceline(*command, *flags).err, flags
-    write(file, {"prompt": "hello"}, {"prompt": "one more"})  # prompts may be added
+    job(tmp_path, {"prompt": "hello"}, {"prompt": "one more"})  # prompts may be added
     assert "2 answers in" in paceline(*command).err
     assert len(FakeLLM.requests) == 2
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"id": "', b'{"id": "0123", "line": 2, "choi'])
 def test_a_torn_last_line_is_written_again(torn: bytes, tmp_path: Path, paceline: Callable[..., Result]) -> None:
-    file, out = write(tmp_path / "prompts.jsonl", {"prompt": "a"}, {"prompt": "b"}), tmp_path / "out.jsonl"
-    command = ["generate", "--prompts", str(file), "--out", str(out)]
+    command, out = job(tmp_path, {"prompt": "a"}, {"prompt": "b"})
     paceline(*command)
     whole = out.read_bytes()
     first, _ = whole.splitlines(keepends=True)
@@ -200,8 +202,7 @@ def test_a_torn_last_line_is_written_again(torn: bytes, tmp_path: Path, paceline
 def test_kill_9_loses_no_line_and_doubles_none(tmp_path: Path) -> None:
     number = 60
     lines = [batch_line(f"request {i}", max_tokens=1 + i) for i in range(number)]  # the i-th ends after i waits
-    file, out = write(tmp_path / "prompts.jsonl", *lines), tmp_path / "out.jsonl"
-    command = ("generate", "--prompts", str(file), "--out", str(out))
+    command, out = job(tmp_path, *lines)
     kept: list[str] = []
     for more in (5, 12, 20):
         process = start(*command, delay_s=0.05)
@@ -226,9 +227,7 @@ def test_kill_9_loses_no_line_and_doubles_none(tmp_path: Path) -> None:
 
 
 def test_a_second_run_on_the_same_file_is_refused(tmp_path: Path, paceline: Callable[..., Result]) -> None:
-    file = write(tmp_path / "prompts.jsonl", batch_line("a", max_tokens=1), batch_line("b", max_tokens=900))
-    out = tmp_path / "out.jsonl"
-    command = ("generate", "--prompts", str(file), "--out", str(out))
+    command, out = job(tmp_path, batch_line("a", max_tokens=1), batch_line("b", max_tokens=900))
     process = start(*command, delay_s=0.05)
     while not out.exists() or not out.read_bytes():
         assert process.poll() is None, process.communicate()
@@ -244,14 +243,12 @@ def test_a_second_run_on_the_same_file_is_refused(tmp_path: Path, paceline: Call
 
 
 def test_a_full_disk_is_one_line_and_the_file_stays_whole(tmp_path: Path) -> None:
-    lines = [batch_line(f"request {i}", max_tokens=1 + i) for i in range(40)]
-    file, out = write(tmp_path / "prompts.jsonl", *lines), tmp_path / "out.jsonl"
+    command, out = job(tmp_path, *(batch_line(f"request {i}", max_tokens=1 + i) for i in range(40)))
 
     def small_files() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
-    command = ("generate", "--prompts", str(file), "--out", str(out))
     process = start(*command, delay_s=0.01, preexec_fn=small_files)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1

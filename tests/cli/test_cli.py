@@ -327,7 +327,9 @@ def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., 
     for host in ("nowhere.invalid", "ü" * 100, "\udc80", "", " "):
         assert field_of(paceline("serve", "--host", host)) == "host"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert field_of(paceline("serve", "--port", str(taken.getsockname()[1]))) == "port"
+        port = str(taken.getsockname()[1])
+        result = paceline("serve", "--port", port)
+        assert (field_of(result), result.err.count(port)) == ("port", 1)
 
 
 def field_of(result: Result) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+import openai
 import pytest
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -81,6 +82,11 @@ def server(tiny_model: Path) -> Iterator[Server]:
     running = start_server(tiny_model, "--served-model-name", "tiny")
     yield running
     assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
 
 
 def wait_until(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-def]

@@ -49,11 +49,6 @@ def text_of(server: Server, prompt: str, tokens: int) -> str:
     return post(server, "/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
-
-
 def test_openai_parses_structured_answers(server: Server, client: openai.OpenAI, leaning: dict[str, int]) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "logit_bias": leaning}
     parsed = client.chat.completions.parse(**asked, response_format=Pick).choices[0].message.parsed

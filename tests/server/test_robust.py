@@ -132,7 +132,9 @@ def test_an_engine_killed_twice_comes_back_and_ends_when_its_server_is_killed(ti
         return list(await asyncio.gather(*asked, *whole))
 
     try:
-        for answer in asyncio.run(under_load()):
+        streamed, whole = (answers := asyncio.run(under_load()))[:4], answers[4:]
+        assert {answer.status for answer in whole} == {503}
+        for answer in (*streamed, *whole):
             assert answer.error is not None
             assert "signal 9" in answer.error
         assert not up()

@@ -326,22 +326,34 @@ def test_the_page_has_what_others_report_too() -> None:
     assert NASTY not in report.render(results(plain(), short_repr, sample=sample))
 
 
-def test_an_unfinished_run_and_short_cells_are_reported() -> None:
-    text = page(rich()).text
-    assert "This run was not finished" in text
-    assert "Too little was measured for a figure in 1 cell of 37" in text
-    assert "3 pairs measured, and fewer than 5 are not enough: give more prompts (1 cell)" in text
-    assert "not finished" not in page(results(plain(), cell())).text
+CLEAN = WithoutLoops(answers=10, speedup=Speedup(ratio=1.11, low=1.05, high=1.17, pairs=10))
+REPORTED = {
+    "an unfinished run": (rich(), "This run was not finished"),
+    "short cells": (rich(), "Too little was measured for a figure in 1 cell of 37"),
+    "the reason of short cells": (
+        rich(),
+        "3 pairs measured, and fewer than 5 are not enough: give more prompts (1 cell)",
+    ),
+    "changed answers": (
+        results(plain(), cell(identical=False)),
+        "Some answers differ from those of plain decoding ngram k=4, all, one request at a time",
+    ),
+    "prompts left out": (
+        results(plain(), cell(), settings={"left_out": {"4": 3, "16": 1}}),
+        "3 prompts with 4 requests at a time and 1 prompt with 16 requests at a time, for they filled",
+    ),
+    "loops": (results(plain(), cell(looping=2, without_loops=CLEAN)), "Looping answers, apart"),
+    "the figure without loops": (results(plain(), cell(looping=2, without_loops=CLEAN)), "1.11× 1.05 to 1.17"),
+    "nothing": (results(complete=False), "Nothing was measured"),
+}
 
 
-def test_changed_answers_are_reported() -> None:
-    text = page(results(plain(), cell(identical=False))).text
-    assert "Some answers differ from those of plain decoding ngram k=4, all, one request at a time" in text
-
-
-def test_prompts_that_were_left_out_are_reported() -> None:
-    text = page(results(plain(), cell(), settings={"left_out": {"4": 3, "16": 1}})).text
-    assert "3 prompts with 4 requests at a time and 1 prompt with 16 requests at a time, for they filled" in text
+@pytest.mark.parametrize("what", REPORTED)
+def test_what_limits_the_figures_is_reported_where_there_is_any(what: str) -> None:
+    found, words = REPORTED[what]
+    assert page(found).open == []
+    assert words in page(found).text
+    assert words not in page(results(plain(), cell())).text
 
 
 def test_the_report_notes_that_seeded_requests_follow_the_seeded_rule() -> None:
@@ -355,20 +367,6 @@ def test_the_report_notes_that_seeded_requests_follow_the_seeded_rule() -> None:
         found = results(plain(), cell(), settings={**given, **change})
         assert ("judged by the seeded rule" in page(found).text) is short_repr
         assert any("--seed none measures ordinary ones" in line for line in notes(found)) is short_repr
-
-
-def test_loops_are_shown_apart() -> None:
-    clean = WithoutLoops(answers=10, speedup=Speedup(ratio=1.11, low=1.05, high=1.17, pairs=10))
-    text = page(results(plain(), cell(looping=2, without_loops=clean))).text
-    assert "Looping answers, apart" in text
-    assert "1.11× 1.05 to 1.17" in text
-    assert "Looping answers, apart" not in page(results(plain(), cell())).text
-
-
-def test_a_run_of_nothing_is_still_a_page() -> None:
-    found = page(results(complete=False))
-    assert found.open == []
-    assert "Nothing was measured" in found.text
 
 
 def test_an_endpoint_with_few_figures_still_gives_a_page() -> None:

@@ -45,11 +45,6 @@ ENDS = {"logit_bias": {str(CONFIG["eos_token_id"]): 100}}  # as soon as the gram
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
-
-
-@pytest.fixture(scope="module")
 def llama(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("llama") / "model"
     shutil.copytree(tiny_model, folder)
