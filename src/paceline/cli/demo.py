@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +17,8 @@ import typer
 from paceline.bench.intervals import LOOP, loops
 from paceline.cli import flags
 from paceline.cli.flags import RunOptions, option
-from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt
-from paceline.cli.output import Tally, method_words, print_json, rate_words
+from paceline.cli.generate import load_llm, messages, read_prompt
+from paceline.cli.output import Tally, interrupted, method_words, print_json, rate_words
 from paceline.config import AUTO, NONE
 from paceline.errors import InvalidParameter
 
@@ -92,7 +93,7 @@ def demo(
     try:
         rounds = show(load_llm(options, {**arguments, "prefix_caching": False}), prompts, max_tokens, as_json=json)
     except KeyboardInterrupt:
-        return interrupted(None, json)
+        return interrupted("interrupted", as_json=json)
     return 0 if all(one.identical for one in rounds) else 1
 
 

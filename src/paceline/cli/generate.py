@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.flags import RunOptions, argument, flag, with_options
-from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
+from paceline.cli.output import Tally, interrupted, print_json, print_note, result_object, write
 from paceline.cli.progress import progress, prompt_progress
 from paceline.errors import InvalidPrompt
 from paceline.outputs import StreamChunk
@@ -61,7 +60,7 @@ def generate(*, options: GenerateOptions) -> int:
         tally = new_tally(llm, params, options)
         answer(llm, request, params, tally, quiet=options.json)
     except KeyboardInterrupt:
-        return interrupted(tally, options.json)
+        return interrupted(tally.interruption if tally else "interrupted", as_json=options.json)
     if options.json:
         print_json(result_object(tally, options.logprobs))
     else:
@@ -159,16 +158,6 @@ def answer(
             printer.end()
 
 
-@contextmanager
-def closing(chunks: Iterator[StreamChunk]) -> Iterator[Iterator[StreamChunk]]:
-    """Close the iterator afterwards, which cancels the request."""
-    try:
-        yield chunks
-    finally:
-        if close := getattr(chunks, "close", None):
-            close()
-
-
 class AnswerPrinter:
     """A printer: one answer streams, several are printed whole and in order."""
 
@@ -206,12 +195,3 @@ class AnswerPrinter:
         if text:
             self.at_line_start = text.endswith("\n")  # first: Ctrl-C may come while it is written
             write(text)
-
-
-def interrupted(tally: Tally | None, as_json: bool) -> int:
-    what = "interrupted" if tally is None else f"interrupted after {tally.line()}"
-    if as_json:
-        print_json_error(Interrupted(what))
-    else:
-        print_note(what)
-    return 130

@@ -33,6 +33,15 @@ class Interrupted(Exception):
     """An interruption by Ctrl-C; the name is in the JSON error object."""
 
 
+def interrupted(what: str, *, as_json: bool) -> int:
+    """Report an interruption and return its exit code."""
+    if as_json:
+        print_json_error(Interrupted(what))
+    else:
+        print_note(what)
+    return 130
+
+
 @dataclass
 class Tally:
     """Progress of one request, from which the last line is made, also after an interruption."""
@@ -99,6 +108,10 @@ class Tally:
         rate = rate_words(self.tokens_per_second)
         return f"{tokens}{self._end_words()} · {rate} · {drafting}{first}{target_words(self.llm)}"
 
+    @property
+    def interruption(self) -> str:
+        return f"interrupted after {self.line()}"
+
     def _end_words(self) -> str:
         """Name the limit that ended an answer, unless the user set it."""
         if self.output is None:
@@ -162,7 +175,7 @@ def method_words(stats: SpeculationStats) -> str:
 
 def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
     """Return the object that `--json` prints; its keys are part of the interface. `top`: logprobs requested."""
-    llm, output = tally.llm, tally.output
+    llm, output, stats = tally.llm, tally.output, tally.speculation
     assert output is not None, "the request is not finished"
     return {
         "model": llm.name,
@@ -178,17 +191,12 @@ def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
             "decode_s": tally.decode_s,
             "tokens_per_second": tally.tokens_per_second,
         },
-        "speculation": speculation_object(tally),
-    }
-
-
-def speculation_object(tally: Tally) -> dict[str, Any]:
-    stats = tally.speculation
-    return {
-        **stats.as_dict(),
-        "drafts_by_method": dict(stats.drafts_by_method),
-        "estimated_speedup": stats.estimated_speedup if stats.num_drafts else None,
-        "why_no_draft": None if stats.num_drafts else why_no_draft(tally.llm, stats, tally.params),
+        "speculation": {
+            **stats.as_dict(),
+            "drafts_by_method": dict(stats.drafts_by_method),
+            "estimated_speedup": stats.estimated_speedup if stats.num_drafts else None,
+            "why_no_draft": None if stats.num_drafts else why_no_draft(llm, stats, tally.params),
+        },
     }
 
 

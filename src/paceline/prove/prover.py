@@ -36,7 +36,9 @@ def prove(
     effort = effort or Effort.of(quick, num_prompts)
     names = chosen_methods(llm, methods)
     proof = {"quick": quick, "replays": effort.replays, "seed": seed, "injected": fault}
-    report = Report(llm.name, {"methods": list(names), **_settings(llm), **proof})
+    exact = llm.loaded.decoder.kernels.exact
+    engine = {"dtype": llm.dtype_name, "kv_dtype": llm.kv_dtype, "kernels": llm.kernels_name, "exact": exact}
+    report = Report(llm.name, {"methods": list(names), "device": llm.device_name, **engine, **proof})
     asked = prompts or encoded_prompts(llm, max(effort.prompts, len(PROMPTS)))
     with _policy_untouched(llm), inject.injected(llm, fault) as verifier:
         subject = Subject(
@@ -58,16 +60,6 @@ def prove(
                 report.checks.append(check)
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _settings(llm: LLM) -> dict[str, object]:
-    return {
-        "device": llm.device_name,
-        "dtype": llm.dtype_name,
-        "kv_dtype": llm.kv_dtype,
-        "kernels": llm.kernels_name,
-        "exact": llm.loaded.decoder.kernels.exact,
-    }
 
 
 @contextmanager

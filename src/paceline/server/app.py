@@ -75,10 +75,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     app = FastAPI(title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.paceline = state
-    app.add_exception_handler(PacelineError, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+    for kind in (PacelineError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     _add_pages(app, state)
     _add_model_routes(app, state)
     _add_answers(app, state)
@@ -313,22 +311,13 @@ def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, PacelineError)
-    return error_response(error)
-
-
-async def _on_invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(from_validation(error))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer an unknown path or method, or a body that is no JSON."""
-    assert isinstance(error, HTTPException)
-    body = from_http(error, request.method, request.url.path)
-    return _json(body, error.status_code, dict(error.headers or {}))
-
-
-async def _on_bug(_: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case HTTPException():  # an unknown path or method, or a body that is no JSON
+            body = from_http(error, request.method, request.url.path)
+            return _json(body, error.status_code, dict(error.headers or {}))
+        case RequestValidationError():
+            return error_response(from_validation(error))
+        case PacelineError():
+            return error_response(error)
     return error_response(RequestFailed(f"the server failed at this request: {type(error).__name__}"))

@@ -40,14 +40,6 @@ class Watch:
         self.score = max(0.0, self.score + gain)
         return self.score > THRESHOLD
 
-    def expected_delay(self) -> float | None:
-        """Return about how many drafts it takes to find a fall to DROP; None until the rate is learnt."""
-        if self.rate is None:
-            return None
-        fallen = DROP * self.rate
-        divergence = fallen * math.log(fallen / self.rate) + (1 - fallen) * math.log((1 - fallen) / (1 - self.rate))
-        return THRESHOLD / divergence
-
 
 class DriftMonitor:
     def __init__(self) -> None:

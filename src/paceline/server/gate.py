@@ -54,9 +54,9 @@ class RequestGuard:
             await send(message)
 
         try:
-            refusal = self._refusal(scope["path"], headers) or (too_large if self._announces_more(headers) else None)
-            if refusal is not None:
-                raise refusal
+            self._check_key(scope["path"], headers)
+            if (length := headers.get("content-length", "")).isdigit() and int(length) > self._limit:
+                raise too_large
             # HEAD is answered as GET; uvicorn sends the headers alone.
             inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(inner, limited, noted)
@@ -85,18 +85,13 @@ class RequestGuard:
             received += len(message.get("body", b""))
             more = message.get("more_body", False)
 
-    def _announces_more(self, headers: Headers) -> bool:
-        length = headers.get("content-length", "")
-        return length.isdigit() and int(length) > self._limit
-
-    def _refusal(self, path: str, headers: Headers) -> Unauthorised | None:
+    def _check_key(self, path: str, headers: Headers) -> None:
         if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
-            return None
+            return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]  # every key is compared
-        if scheme.lower() == "bearer" and any(matches):
-            return None
-        return Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
 
 def error_response(error: PacelineError) -> Response:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
@@ -104,9 +103,6 @@ class Replica:
         """Raise if the engine is lost; Ray replaces a replica that raises."""
         if self._state.client.lost:
             raise EngineDied(self._state.client.down)
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 class Front:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.batch.lines import RequestLine, read_lines
 from paceline.cli.batch.result_file import ResultFile
 from paceline.cli.generate import load_llm, remark_on_seed
-from paceline.cli.output import Interrupted, drafting_words, print_json, print_json_error, print_note, rate_words
+from paceline.cli.output import drafting_words, interrupted, print_json, print_note, rate_words
 from paceline.cli.progress import live
 from paceline.config import EngineConfig
 from paceline.errors import EngineClosed, EngineDied, PacelineError
@@ -65,7 +65,8 @@ def answer_prompts(prompts: Path, out: Path, *, raw: bool, n: int, options: RunO
                 _answer(llm, left, results, summary, quiet=options.json)
             results.sort()
         except KeyboardInterrupt:
-            return _interrupted(summary, results, options.json)
+            what = f"interrupted: {len(results.done)} of {summary.total} answers are in {results.path}"
+            return interrupted(f"{what}; the same command goes on from there", as_json=options.json)
     if options.json:
         print_json(_summary_object(summary, out))
     else:
@@ -129,13 +130,3 @@ def _summary_object(summary: Summary, out: Path) -> dict[str, Any]:
         "tokens_per_second": summary.tokens / summary.seconds if summary.seconds else None,
         "speculation": summary.speculation.as_dict(),
     }
-
-
-def _interrupted(summary: Summary, results: ResultFile, as_json: bool) -> int:
-    what = f"interrupted: {len(results.done)} of {summary.total} answers are in {results.path}; "
-    what += "the same command goes on from there"
-    if as_json:
-        print_json_error(Interrupted(what))
-    else:
-        print_note(what)
-    return 130

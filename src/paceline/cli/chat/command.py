@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.chat.commands import HINT, Leave, run_command
 from paceline.cli.chat.input import open_reader
 from paceline.cli.flags import RunOptions, with_options
-from paceline.cli.generate import answer, interrupted, load_llm, new_tally, refuse_unseen_logprobs, remark_on_seed
-from paceline.cli.output import Tally, print_error, print_json, print_note, result_object
+from paceline.cli.generate import answer, load_llm, new_tally, refuse_unseen_logprobs, remark_on_seed
+from paceline.cli.output import Tally, interrupted, print_error, print_json, print_note, result_object
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.outputs import SpeculationStats
 
@@ -29,7 +29,7 @@ def chat(*, options: RunOptions) -> int:
         conversation = Conversation(load_llm(options, drafting), params, options)
         reader = open_reader(interactive)
     except KeyboardInterrupt:
-        return interrupted(None, options.json)
+        return interrupted("interrupted", as_json=options.json)
     remark_on_seed(conversation.llm, params, options)
     if interactive:
         print_note(f"{HINT} · {reader.hint}")
@@ -40,7 +40,7 @@ def chat(*, options: RunOptions) -> int:
             return 0
         except KeyboardInterrupt:
             if not interactive:
-                return interrupted(None, options.json)
+                return interrupted("interrupted", as_json=options.json)
             if not reader.discarded:
                 print_note("/exit or Ctrl-D leaves")
             continue
@@ -104,7 +104,7 @@ class Conversation:
 
     def _report(self, tally: Tally, stopped: bool) -> None:
         if stopped:
-            interrupted(tally, self.options.json)
+            interrupted(tally.interruption, as_json=self.options.json)
         elif self.options.json:
             print_json(result_object(tally, self.options.logprobs))
         else:

@@ -179,7 +179,7 @@ class EngineClient:
 
     async def _relaunch(self, reason: str) -> None:
         self._count_failure()
-        while self._may_restart:
+        while len(self._failures) <= RESTARTS:
             try:
                 await self._launch(self.settings)
                 log.warning("the engine serves again")
@@ -198,10 +198,6 @@ class EngineClient:
         self._failures.append(now)
         while now - self._failures[0] > RESTART_WINDOW_S:
             self._failures.popleft()
-
-    @property
-    def _may_restart(self) -> bool:
-        return len(self._failures) <= RESTARTS
 
     def _give_up(self, reason: str) -> None:
         self.lost, self.down = True, reason

@@ -23,7 +23,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from paceline.build import EngineBundle, LoadedTarget, build, load
-from paceline.engine.engine import Engine
 from paceline.engine.events import Call, Cancel, Close, Command, Event, Request, Submit
 from paceline.engine.loop import EngineLoop
 from paceline.errors import EngineClosed, InvalidParameter, PacelineError, QueueFull
@@ -170,7 +169,7 @@ class Worker:
                     self._uncompiled.difference_update(request_ids)
                     self.commands.put(command)
             case Relearn(method):
-                self.commands.put(Call(functools.partial(self._relearn, method), Future()))
+                self.commands.put(Call(lambda _: self._bundle.policy.relearn(method), Future()))
 
     def _submit(self, request: Request) -> None:
         if request.params.structured_outputs is None:
@@ -191,9 +190,6 @@ class Worker:
                 if request.request_id in self._uncompiled:
                     self._uncompiled.discard(request.request_id)
                     self.commands.put(Submit([request]))
-
-    def _relearn(self, method: str, _: Engine) -> None:
-        self._bundle.policy.relearn(method)
 
 
 def main() -> None:
