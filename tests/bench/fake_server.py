@@ -30,9 +30,8 @@ class Behaviour:
     tokens: int = 40
     per_chunk: int = 1
     chunk_s: float = 0.0003
-    usage: str = "running"  # running, final or none
+    usage: str = "running"  # or final
     strict: bool = False  # refuses usage in every chunk
-    usage_factor: float = 1.0  # claimed tokens over sent ones
     metrics: str | None = None  # vllm or llamacpp
     metrics_factor: float = 1.0
     metrics_lag_s: float = 0.0
@@ -166,11 +165,9 @@ class Handler(BaseHTTPRequestHandler):
                 if fault == "drops" or fault in EVENTS:
                     yield EVENTS.get(fault)
             sent += len(chunk)
-            yield _event("".join(chunk), None, round(sent * behaviour.usage_factor) if running else None)
-        claimed = round(sent * behaviour.usage_factor)
-        yield _event("", "length", claimed if running else None)
-        if behaviour.usage != "none":
-            yield b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": claimed}}).encode() + b"\n\n"
+            yield _event("".join(chunk), None, sent if running else None)
+        yield _event("", "length", sent if running else None)
+        yield b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": sent}}).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
 

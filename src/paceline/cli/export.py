@@ -7,18 +7,17 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.flags import Json
+from paceline.cli.flags import Json, option
 from paceline.cli.output import print_json
 from paceline.training.registry import FORMATS
 
 
 def export(
     folder: Annotated[Path, typer.Argument(help="Folder of a trained drafter.", metavar="FOLDER")],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", metavar="DIR")],
-    form: Annotated[str, typer.Option("--format", help=f"Layout to write: {', '.join(FORMATS)}.", metavar="NAME")],
+    out: Annotated[Path, option("Folder to write; it must not exist.", "DIR")],
+    form: Annotated[str, option(f"Layout to write: {', '.join(FORMATS)}.", "NAME", "--format")],
     model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="The model it drafts for, where the folder needs it.", metavar="MODEL"),
+        str | None, option("The model it drafts for, where the folder needs it.", "MODEL", "--model", "-m")
     ] = None,
     json: Json = False,
 ) -> None:

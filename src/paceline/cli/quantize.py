@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from paceline.cli.flags import Json
+from paceline.cli.flags import Json, option
 from paceline.cli.output import human_bytes, print_json
 from paceline.cli.progress import progress
 
 
 def quantize(
-    model: Annotated[str, typer.Option("--model", "-m", help="Alias, folder or hub id.", metavar="MODEL")],
-    to: Annotated[
-        str, typer.Option("--to", help="How weights are stored then: q8_0, q4_1, q4_k, int4 or fp8.", metavar="NAME")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", metavar="DIR")],
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Prompts to measure on; unset: the packaged ones.", metavar="FILE")
-    ] = None,
+    model: Annotated[str, option("Alias, folder or hub id.", "MODEL", "--model", "-m")],
+    to: Annotated[str, option("How weights are stored then: q8_0, q4_1, q4_k, int4 or fp8.", "NAME")],
+    out: Annotated[Path, option("Folder to write; it must not exist.", "DIR")],
+    prompts: Annotated[Path | None, option("Prompts to measure on; unset: the packaged ones.", "FILE")] = None,
     json: Json = False,
 ) -> None:
     """Round a model's weights to fewer bits, and measure what that changes.
