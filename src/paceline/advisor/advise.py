@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from paceline.advisor.choice import OFF, Figure, levels_between, to_check
 from paceline.advisor.result import Advice
 from paceline.bench.grid import Contender
-from paceline.bench.groups import make_groups
-from paceline.bench.intervals import MIN_PAIRS, MIN_TOKENS
+from paceline.bench.groups import check_tokens, make_groups
+from paceline.bench.intervals import MIN_PAIRS
 from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL
@@ -160,9 +160,4 @@ def check_halves(halves: Sequence[Sequence[Prompt]], levels: Sequence[int], max_
                     f"half of the prompts ({len(half)}) never make {level} requests at once with equally many turns: "
                     f"give at least {2 * level} prompts, or lower the concurrency",
                 )
-        if len(half) * max_tokens < MIN_TOKENS:
-            raise InvalidParameter(
-                "max_tokens",
-                f"at most {len(half) * max_tokens} tokens would be measured, and fewer than {MIN_TOKENS} are not "
-                "enough: raise it or give more prompts",
-            )
+        check_tokens(len(half) * max_tokens)

@@ -72,9 +72,13 @@ def check_enough(
                 + (", or lower the concurrency" if concurrency > 1 else ""),
             )
         most = sum(concurrency * group.turns * max_tokens for group in groups)
-        if most < MIN_TOKENS:
-            raise InvalidParameter(
-                "max_tokens",
-                f"at most {most} tokens would be measured, and fewer than {MIN_TOKENS} are not enough: "
-                "raise it or give more prompts",
-            )
+        check_tokens(most)
+
+
+def check_tokens(most: int) -> None:
+    if most < MIN_TOKENS:
+        raise InvalidParameter(
+            "max_tokens",
+            f"at most {most} tokens would be measured, and fewer than {MIN_TOKENS} are not enough: "
+            "raise it or give more prompts",
+        )

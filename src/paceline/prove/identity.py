@@ -14,7 +14,7 @@ from paceline.drafters import NONE
 from paceline.engine.policy import DraftPlan, FixedPolicy, wish
 from paceline.outputs import CompletionOutput
 from paceline.prove.report import Check
-from paceline.prove.subject import LENGTHS, Subject, on_engine, patched
+from paceline.prove.subject import LENGTHS, Subject, patched
 from paceline.sampling_params import SamplingParams
 
 BATCH = 4  # prompts
@@ -67,7 +67,7 @@ def _params(subject: Subject, i: int, method: str, k: int, seeded: bool) -> Samp
 def _compare(
     subject: Subject, check: Check, prompts: SequenceOf[list[int]], params: SequenceOf[SamplingParams]
 ) -> None:
-    """The answers of these requests, sent at once, with those of each alone and plain."""
+    """Compare the answers of requests that are sent at once with those of each alone and plain."""
     for prompt, one, answer in zip(prompts, params, subject.ask(prompts, params, check), strict=True):
         subject.compare(check, prompt, one, subject.plain(prompt, one), answer)
 
@@ -116,7 +116,7 @@ def lengths(subject: Subject) -> Check:
 def context_full(subject: Subject) -> Check:
     """Check answers that fill the context."""
     check = Check("ends · context full", "answers that run into the end of the context with plain decoding's")
-    context = on_engine(subject.llm, lambda engine: engine.max_model_len)
+    context = subject.llm.call(lambda engine: engine.max_model_len)
     for i, prompt in subject.each(check, subject.effort.few):
         method = subject.methods[i % len(subject.methods)]
         params = subject.params(method, LENGTHS[i % len(LENGTHS)], max_tokens=None, ignore_eos=True)

@@ -19,7 +19,7 @@ from paceline.engine.sampler import Sampler
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify
-from paceline.prove.subject import on_engine, patched, slots_held
+from paceline.prove.subject import patched, slots_held
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, SamplingMode, probabilities, process, verify
 from paceline.verify.outcome import has_children
 
@@ -45,9 +45,9 @@ def injected(llm: LLM, fault: str | None) -> Iterator[Verify]:
     chosen: Verify = broken.get(fault or "", verify)
     parts: dict[str, Any] = {}
     if fault == "rollback":
-        parts["launch"] = on_engine(llm, _off_by_one)
+        parts["launch"] = llm.call(_off_by_one)
     if fault is not None:
-        parts["sampler"] = on_engine(llm, lambda engine: _sampler(engine, chosen))
+        parts["sampler"] = llm.call(lambda engine: _sampler(engine, chosen))
     with patched(llm, lambda engine: engine.runner, **parts):
         yield chosen
 

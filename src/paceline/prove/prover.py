@@ -15,7 +15,7 @@ from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
 from paceline.prove.report import Check, Report
-from paceline.prove.subject import PROMPTS, Effort, Subject, chosen_methods, encoded_prompts, on_engine
+from paceline.prove.subject import PROMPTS, Effort, Subject, chosen_methods, encoded_prompts
 
 
 def prove(
@@ -65,15 +65,15 @@ def prove(
 @contextmanager
 def _policy_untouched(llm: LLM) -> Iterator[None]:
     """Restore the policy afterwards: it must not learn from faults, nor from drafts that no policy would have made."""
-    policy = on_engine(llm, lambda engine: engine.policy)
+    policy = llm.call(lambda engine: engine.policy)
     if not isinstance(policy, AdaptivePolicy):
         yield
         return
-    before = on_engine(llm, lambda engine: copy.deepcopy(policy.state()))
+    before = llm.call(lambda engine: copy.deepcopy(policy.state()))
     try:
         yield
     finally:
-        on_engine(llm, lambda engine: policy.load(before))
+        llm.call(lambda engine: policy.load(before))
 
 
 def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Check]]]:

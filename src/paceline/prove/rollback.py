@@ -9,7 +9,7 @@ from paceline.core.sequence import Sequence
 from paceline.drafters import NONE
 from paceline.engine.engine import Engine
 from paceline.prove.report import Check
-from paceline.prove.subject import LENGTHS, Subject, on_engine, slots_held
+from paceline.prove.subject import LENGTHS, Subject, slots_held
 from paceline.sampling_params import SamplingParams
 
 # share of the largest value, by bytes of a number; allowed where kernels are not exact; a step of e4m3 is an eighth
@@ -50,7 +50,7 @@ def _computed(
         finally:
             engine.cancel(sequence.request_id)
 
-    return on_engine(subject.llm, run)
+    return subject.llm.call(run)
 
 
 def _read(engine: Engine, sequence: Sequence) -> list[Tensor]:

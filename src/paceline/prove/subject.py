@@ -1,6 +1,6 @@
 """The model under proof: prompts, methods, effort, and its answers with and without speculation.
 
-All access to the engine inside an LLM goes through `on_engine`, and every change to it through `patched`.
+The engine inside an LLM is read by `llm.call`, between two steps, and changed by `patched` alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -157,20 +156,12 @@ class Subject:
     def tapped(self, *, keep: bool = False) -> Iterator[Tap]:
         """Watch the engine verify."""
         tap = Tap(keep=keep)
-        watched = tap.watching(on_engine(self.llm, lambda engine: engine.runner.sampler.verify))
+        watched = tap.watching(self.llm.call(lambda engine: engine.runner.sampler.verify))
         with patched(self.llm, lambda engine: engine.runner.sampler, verify=watched):
             yield tap
 
     def prefix_caching(self, wanted: bool) -> AbstractContextManager[None]:
         return patched(self.llm, lambda engine: engine.blocks, prefix_caching=wanted)
-
-
-T = TypeVar("T")
-
-
-def on_engine(llm: LLM, call: Callable[[Engine], T]) -> T:
-    """Return `call(engine)`, run between two steps: the only access to the LLM's engine."""
-    return llm.call(call)
 
 
 @contextmanager
@@ -185,11 +176,11 @@ def patched(llm: LLM, part: Callable[[Engine], object], **values: object) -> Ite
             delattr(owner, name) if value is missing else setattr(owner, name, value)
         return before
 
-    before = on_engine(llm, lambda engine: exchange(engine, values))
+    before = llm.call(lambda engine: exchange(engine, values))
     try:
         yield
     finally:
-        on_engine(llm, lambda engine: exchange(engine, before))
+        llm.call(lambda engine: exchange(engine, before))
 
 
 def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
@@ -203,7 +194,7 @@ def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
 
 
 def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
-    available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
+    available = llm.call(lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     meant: list[str] = []
     for asked in wanted:
         matching = [name for name in available if matches_method(name, asked)]
