@@ -213,7 +213,7 @@ class RunOptions(EngineOptions):
     def sampling_params(self, **more: Any) -> SamplingParams:
         from paceline.sampling_params import SamplingParams
 
-        values: dict[str, Any] = {each.name: getattr(self, each.name, None) for each in fields(SamplingParams)}
+        values = shared_fields(self, SamplingParams)
         values |= {"logit_bias": parse_logit_bias(self.logit_bias or []), "max_tokens": self.token_limit, **more}
         # By identity: 0 may be a value of the user's (--temperature 0), an unset flag is None, False or [].
         values = {
@@ -236,6 +236,11 @@ def parse_logit_bias(items: list[str]) -> dict[int, float] | None:
 
 
 # -- fields of a dataclass as flags
+
+
+def shared_fields(options: Any, kind: Any) -> dict[str, Any]:
+    """Return the options that are fields of `kind`, a dataclass, too."""
+    return {each.name: getattr(options, each.name) for each in fields(kind) if hasattr(options, each.name)}
 
 
 def with_options(command: Callable[..., Result]) -> Callable[..., Result]:

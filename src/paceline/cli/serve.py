@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.flags import EngineOptions, flag, with_options
+from paceline.cli.flags import EngineOptions, flag, shared_fields, with_options
 from paceline.cli.output import print_note
 from paceline.errors import InvalidParameter, PacelineError, short_repr
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from paceline.server.state import ServerSettings
 
 KEY_VARIABLE = "PACELINE_API_KEY"
-ENGINE_OPTIONS = (
-    *("max_model_len", "gpu_memory_fraction", "max_num_seqs", "max_num_batched_tokens", "max_waiting"),
-    "kv_cache_bytes",
-)
 _flag = functools.partial(flag, rich_help_panel="Server")
 
 
@@ -104,7 +100,7 @@ def server_settings(options: ServeOptions, keys: tuple[str, ...]) -> ServerSetti
         from paceline.server.state import ServerSettings
     except ImportError as error:
         raise PacelineError(f"serving needs more packages ({error.name}); pip install 'paceline[serve]'") from error
-    config = EngineConfig(**{name: getattr(options, name) for name in ENGINE_OPTIONS})
+    config = EngineConfig(**shared_fields(options, EngineConfig))
     return ServerSettings(
         engine=EngineSettings(options.model, options.load_options, config, speculation),
         served_name=options.served_model_name,

@@ -6,23 +6,12 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.flags import Json, argument, flag, with_options
+from paceline.cli.flags import Json, argument, flag, shared_fields, with_options
 from paceline.cli.output import print_json, print_note
 from paceline.errors import InvalidParameter
 from paceline.training.registry import TRAINEES
 
 DEFAULT_MINUTES = 10.0  # of training, where neither minutes nor steps are given
-LOOP_FLAGS = ("rows", "steps", "stop_minutes", "lr", "warmup", "optimizer", "seed")  # fields of LoopConfig
-RUN_FLAGS = (
-    "method",
-    "target",
-    "regenerate",
-    "synthesise",
-    "init_from",
-    "resume",
-    "device",
-    "length",
-)  # of TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +62,14 @@ def train(*, options: TrainFlags) -> None:
     from paceline.training.run import train as run
 
     minutes = None if options.steps else DEFAULT_MINUTES if options.minutes is None else options.minutes
-    loop = LoopConfig(**{name: getattr(options, name) for name in LOOP_FLAGS}, minutes=minutes)
-    training = TrainOptions(
-        **{name: getattr(options, name) for name in RUN_FLAGS},
-        out=Path(options.out),
-        data=tuple(options.data or ()),
-        mix=_pairs(options.mix.split(","), "mix", float) if options.mix else None,
-        sizes=_pairs(options.size or [], "set", _value),
-        loop=loop,
-    )
-    result = run(training, print_note)
+    training = shared_fields(options, TrainOptions) | {
+        "out": Path(options.out),
+        "data": tuple(options.data or ()),
+        "mix": _pairs(options.mix.split(","), "mix", float) if options.mix else None,
+        "sizes": _pairs(options.size or [], "set", _value),
+        "loop": LoopConfig(**shared_fields(options, LoopConfig) | {"minutes": minutes}),
+    }
+    result = run(TrainOptions(**training), print_note)
     if options.json:
         print_json(result)
 
