@@ -10,13 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from paceline.bench.intervals import LOOP, loops
 from paceline.cli import flags
-from paceline.cli.flags import RunOptions, option
+from paceline.cli.flags import RunOptions, argument, flag, shared_fields, with_options
 from paceline.cli.generate import load_llm, messages, read_prompt
 from paceline.cli.output import Tally, interrupted, method_words, print_json, rate_words
 from paceline.config import AUTO, NONE
@@ -61,39 +59,34 @@ moment, yet the whole group arrives sooner than any of them would have by themse
 PROMPTS = {"chat": CHAT, "code": CODE, "quote": QUOTE}
 
 
-def demo(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.", metavar="PROMPT"),
-    ] = None,
-    model: flags.ModelFlag = "smollm2",
-    method: flags.Method = AUTO,
-    k: flags.K = AUTO,
-    draft_model: flags.DraftModel = None,
-    max_tokens: Annotated[int, option("Answers end after this many tokens.")] = 160,
-    threads: flags.Threads = None,
-    device: flags.Device = "auto",
-    json: flags.Json = False,
-) -> int:
-    """Answer speculatively and plainly, side by side; exit code 1 if a single token differs."""
-    if method == NONE:
-        raise InvalidParameter("method", "the demo compares a drafting method with plain decoding; name another")
-    options = RunOptions(
-        model=model,
-        method=method,
-        k=k,
-        draft_model=draft_model,
-        threads=threads,
-        device=device,
-        max_tokens=max_tokens,
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    prompt: str | None = argument(
+        None, "Ask this instead of the three built-in prompts; - reads it from stdin.", "PROMPT"
     )
-    options.sampling_params()  # refuses a wrong max_tokens before the model is loaded
-    arguments = options.speculation_arguments()
-    prompts = PROMPTS if prompt is None else {"yours": read_prompt(prompt)}
+    model: flags.ModelFlag = "smollm2"
+    method: flags.Method = AUTO
+    k: flags.K = AUTO
+    draft_model: flags.DraftModel = None
+    max_tokens: int = flag(160, "Answers end after this many tokens.")
+    threads: flags.Threads = None
+    device: flags.Device = "auto"
+    json: flags.Json = False
+
+
+@with_options
+def demo(*, options: DemoOptions) -> int:
+    """Answer speculatively and plainly, side by side; exit code 1 if a single token differs."""
+    if options.method == NONE:
+        raise InvalidParameter("method", "the demo compares a drafting method with plain decoding; name another")
+    whole = RunOptions(**shared_fields(options, RunOptions))
+    whole.sampling_params()  # refuses a wrong max_tokens before the model is loaded
+    arguments = {**whole.speculation_arguments(), "prefix_caching": False}
+    prompts = PROMPTS if options.prompt is None else {"yours": read_prompt(options.prompt)}
     try:
-        rounds = show(load_llm(options, {**arguments, "prefix_caching": False}), prompts, max_tokens, as_json=json)
+        rounds = show(load_llm(whole, arguments), prompts, options.max_tokens, as_json=options.json)
     except KeyboardInterrupt:
-        return interrupted("interrupted", as_json=json)
+        return interrupted("interrupted", as_json=options.json)
     return 0 if all(one.identical for one in rounds) else 1
 
 
