@@ -49,14 +49,17 @@ def test_a_flag_that_means_nothing_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_limits_may_be_infinite(tiny_model: Path) -> None:
+def test_limits_may_be_infinite_and_pages_of_other_origins_are_let_in_as_asked_for(
+    server: Server, tiny_model: Path
+) -> None:
     flags = ("--grace", "inf", "--request-limit", "inf", "--cors-origin", "http://localhost:3000")
-    server = start_server(tiny_model, *flags)
-    assert post(server, "/v1/completions", {"prompt": "Hi", "max_tokens": 3})[0] == 200
-    asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
-    assert ask(server, "OPTIONS", "/v1/completions", asked)[0] == 200
-    assert ask(server, "OPTIONS", "/v1/completions", asked | {"Origin": "http://localhost:3001"})[0] == 400
-    assert server.stop() == 0
+    endless = start_server(tiny_model, *flags)
+    assert post(endless, "/v1/completions", {"prompt": "Hi", "max_tokens": 3})[0] == 200
+    asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}  # as a browser asks
+    assert ask(endless, "OPTIONS", "/v1/completions", asked)[0] == 200
+    assert ask(endless, "OPTIONS", "/v1/completions", asked | {"Origin": "http://localhost:3001"})[0] == 400
+    assert ask(server, "OPTIONS", "/v1/completions", asked)[0] == 405  # where no origin is let in
+    assert endless.stop() == 0
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/version", "/metrics", "/v1/models", "/v1/models/tiny"])

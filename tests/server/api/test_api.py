@@ -374,21 +374,6 @@ def test_kinds_have_the_names_of_the_engine() -> None:
     assert [kind.name.lower() for kind in TokenKind][: len(KINDS)] == list(KINDS)
 
 
-def allowed_origin(server: Server, page: str) -> str | None:
-    """As a browser asks before it sends a page's request."""
-    headers = {"Origin": page, "Access-Control-Request-Method": "POST"}
-    request = urllib.request.Request(server.url + "/v1/completions", headers=headers, method="OPTIONS")
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.headers.get("Access-Control-Allow-Origin")
-    except urllib.error.HTTPError as error:
-        return error.headers.get("Access-Control-Allow-Origin")
-
-
-def test_pages_of_other_origins_are_kept_out_unless_asked_for(server: Server) -> None:
-    assert allowed_origin(server, "http://page") is None
-
-
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "of-the-environment")
     file = tmp_path / "keys"
@@ -448,14 +433,13 @@ def test_a_key_is_a_bearer_token(header: str | None, passes: bool) -> None:
 
 
 def test_keys_a_full_queue_and_a_graceful_stop(tiny_model: Path) -> None:
-    flags = ("--max-num-seqs", "1", "--max-waiting", "1", "--grace", "20", "--log-json", "--cors-origin", "http://page")
+    flags = ("--max-num-seqs", "1", "--max-waiting", "1", "--grace", "20", "--log-json")
     server = start_server(tiny_model, *flags, PACELINE_API_KEY="secret")
     key = {"Authorization": "Bearer secret"}
     try:
         assert post(server, "/v1/completions", {"prompt": "a"})[0] == 401
         assert post(server, "/v1/completions", {"prompt": "a"}, {"Authorization": "Bearer wrong"})[0] == 401
         assert json.loads(server.get("/health"))["status"] == "ok"
-        assert [allowed_origin(server, page) for page in ("http://page", "http://other")] == ["http://page", None]
 
         def ask(tokens: int = 1900) -> tuple[int, Any]:
             body = {"prompt": "Go on", "max_tokens": tokens, "temperature": 1.5, **LONG}  # no draft makes it short

@@ -53,7 +53,9 @@ class Generation:
         """Submit a request. A streamed one raises here if the engine refuses it, so that its status can say so."""
         inbox = client.submit(prompt.tokens, params, streamed=streamed, request_id=request_id)
         late = Failed(request_id, TimeLimit(f"the request was stopped after {limit_s:.0f} s, the server's limit"))
-        limit = asyncio.get_running_loop().call_later(limit_s, inbox.put, late)  # one timer, not one for each event
+        limit = asyncio.get_running_loop().call_later(
+            limit_s, inbox.put_nowait, late
+        )  # one timer, not one for each event
         self = cls(client, tokenizer, AnswerReader(tokenizer, prompt, params), inbox, limit, on_end)
         if streamed:
             try:

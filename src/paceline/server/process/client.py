@@ -29,24 +29,12 @@ RESTART_WINDOW_S = 600.0
 STOPPING = "the server is shutting down"
 
 
-class RequestInbox:
+class RequestInbox(asyncio.Queue[Event]):
     """Events of one request, in the order the engine sent them."""
 
     def __init__(self, request_id: str, process: EngineProcess) -> None:
+        super().__init__()
         self.request_id, self.process = request_id, process
-        self._events: deque[Event] = deque()
-        self._waiting: asyncio.Future[None] | None = None  # the one reader waits for it
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    async def get(self) -> Event:
-        if not self._events:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-        return self._events.popleft()
 
 
 class EngineClient:
@@ -154,7 +142,7 @@ class EngineClient:
                 case _:
                     continue
             if inbox is not None:
-                inbox.put(event)
+                inbox.put_nowait(event)
 
     async def _retire(self, process: EngineProcess) -> None:
         while any(inbox.process is process for inbox in self._inboxes.values()):
@@ -207,7 +195,7 @@ class EngineClient:
         for inbox in inboxes:
             failed = Failed(inbox.request_id, EngineDied(reason))
             self._inboxes.pop(inbox.request_id, None)
-            inbox.put(failed)
+            inbox.put_nowait(failed)
             self._observe(failed)
 
     def _observe(self, event: WorkerEvent) -> None:
