@@ -6,9 +6,8 @@ verification. All decoders are in one process and take turns; minima are compare
 time. The logits of fp32 and blocks must have equal bits.
 
     python -m benchmarks.cpu_passes [--model FILE.gguf] [--context 64] [--rounds 12] [--one-core]
-    python -m benchmarks.cpu_passes --against TREE --rounds 7        # another source tree: plain steps, by turns
     python -m benchmarks.cpu_passes distance --prompts FILE          # int8 activations against float32: top-1, KL
-    python -m benchmarks.cpu_passes transformers [--torch-kernels]   # plain decoding in fp32, the memory's floor
+    python -m benchmarks.cpu_passes transformers [--torch-kernels]   # plain decoding in fp32
 
 `--one-core` takes one thread's processor time, the only clock worth reading on a machine that others keep busy.
 """
@@ -18,22 +17,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import compare_trees, expanded_folder, finish, interleaved, ratio, serve_cells, shown
+from benchmarks.harness import expanded_folder, finish, interleaved, ratio, shown
 from paceline import LLM, SamplingParams
 
 SIZES, PROMPT, BLOCK = (1, 4, 8, 16), 256, 16
 MODES: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "blocks": {}, "int8": {"activations": "int8"}}
-TOKENS = 24
 TEXT = "A bicycle that leans to the left is steered to the left, and the road pushes its wheels back under the rider. "
 LENGTHS = {"short": 8, "long": 421}  # tokens of the prompts that transformers answers too
 
@@ -94,37 +90,11 @@ def passes(args: argparse.Namespace) -> None:
         "kernels": modes["blocks"].decoder.kernels.name,
         "ms": least,
         "prompt_ms": {name: 1e3 * min(seconds) for name, seconds in prompts.items()},
-        "over_one": {name: {n: ms / each[1] for n, ms in each.items()} for name, each in least.items()},
         "clock": "processor time of one thread" if args.one_core else "wall",
         "blocks_are_fp32_bits": same,
         "rounds": args.rounds,
     }
     finish("cpu_passes", result)
-
-
-def worker(args: argparse.Namespace) -> None:
-    """Steps of plain decoding, through the public API: n sequences at once are a pass of n rows."""
-    options = {"device": "cpu", "method": "none", "prefix_caching": False, "threads": 1 if args.one_core else None}
-    llms: dict[str, LLM] = {}
-
-    def fresh() -> None:
-        """Load again: where a model's memory lies makes a difference that no round of one process averages out."""
-        for llm in llms.values():
-            llm.close()
-        for name in ("blocks", "int8"):
-            llms[name] = LLM(args.model, kv_cache_bytes=1 << 27, **options, **MODES[name])
-            llms[name].generate(["Hello there."], SamplingParams(max_tokens=8))
-
-    def run(cell: str) -> dict[str, Any]:
-        name, rows, _ = cell.split()
-        length, count = (PROMPT, 1) if int(rows) == PROMPT else (8, int(rows))
-        prompts = [{"prompt_token_ids": [(37 * i + at) % 40_000 for i in range(length)]} for at in range(count)]
-        tokens = 1 if length == PROMPT else TOKENS
-        outputs = llms[name].generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-        return {"digest": sha1(repr([output.outputs[0].token_ids for output in outputs]).encode()).hexdigest()}
-
-    cells = [f"{name} {n} rows" for name in ("blocks", "int8") for n in (*SIZES, PROMPT)]
-    serve_cells(cells, run, fresh)
 
 
 def distance(args: argparse.Namespace) -> None:
@@ -163,7 +133,7 @@ def distance(args: argparse.Namespace) -> None:
 
 
 def beside_transformers(args: argparse.Namespace) -> None:
-    """Plain greedy decoding in fp32 beside transformers' `generate`, and the time to read every weight once a token."""
+    """Plain greedy decoding in fp32 beside transformers' `generate`."""
     if args.torch_kernels:
         os.environ["PACELINE_KERNELS"] = "torch"  # read when the model is opened
     import transformers
@@ -175,8 +145,7 @@ def beside_transformers(args: argparse.Namespace) -> None:
     llm = LLM(args.model, dtype="float32", device="cpu", method="none", prefix_caching=False, **options)
     folder = expanded_folder(resolve(args.model), cache_home() / "expanded")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    weight_bytes = 4 * sum(parameter.numel() for parameter in oracle.parameters())
-    block, tokens, text = torch.zeros(75_000_000, dtype=torch.float64), 64, llm.tokenizer.encode(TEXT * 40)
+    tokens, text = 64, llm.tokenizer.encode(TEXT * 40)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     answers: dict[str, list[int]] = {}
 
@@ -194,18 +163,15 @@ def beside_transformers(args: argparse.Namespace) -> None:
     result: dict[str, Any] = {"kernels": llm.kernels_name, "tokens": tokens}
     for name, length in LENGTHS.items():
         prompt = text[:length]
-        works = {"paceline": lambda p=prompt: ours(p), "transformers": lambda p=prompt: theirs(p), "read": block.sum}
+        works = {"paceline": lambda p=prompt: ours(p), "transformers": lambda p=prompt: theirs(p)}
         times = interleaved(works, args.rounds)
-        floor = [seconds * weight_bytes / (8 * block.numel()) for seconds in times["read"]]
         result[name] = {
             "over_transformers": ratio(times["transformers"], times["paceline"]),
-            "share_of_floor": ratio(floor, [seconds / tokens for seconds in times["paceline"]]),
             "tokens_per_second": tokens / statistics.median(times["paceline"]),
             "same_tokens": answers["paceline"] == answers["transformers"],
         }
         print(f"prompt of {length} tokens, same tokens {result[name]['same_tokens']}:")
         print(f"  {shown(result[name]['over_transformers'])} of transformers' rate")
-        print(f"  {shown(result[name]['share_of_floor'])} of the memory's floor")
     finish("beside_transformers", result)
 
 
@@ -216,23 +182,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--one-core", action="store_true")
-    parser.add_argument("--against", type=Path, metavar="TREE", help="another source tree of this package")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--prompts", type=Path, help="of distance")
     parser.add_argument("--every", type=int, default=1, help="of distance: take every n-th prompt")
     parser.add_argument("--torch-kernels", action="store_true", help="of transformers: without native kernels")
     args = parser.parse_args()
     if args.one_core:
         harness.clock = time.thread_time
-    if args.worker:
-        worker(args)
-    elif args.against:
-        arguments, unit = [each for each in sys.argv[1:] if each == "--one-core"], "cpu" if args.one_core else "wall"
-        arguments += ["--model", args.model]
-        result = compare_trees("benchmarks.cpu_passes", args.against, args.rounds, arguments, unit)
-        finish("cpu_passes_against", result)
-    else:
-        {"passes": passes, "distance": distance, "transformers": beside_transformers}[args.what](args)
+    {"passes": passes, "distance": distance, "transformers": beside_transformers}[args.what](args)
 
 
 if __name__ == "__main__":

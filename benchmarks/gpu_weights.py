@@ -1,6 +1,6 @@
-"""Weights stored as codes on a GPU: bits, products by tile, and passes of an 8B-shaped model, for each kind.
+"""Weights stored as codes on a GPU: bits, products, and passes of an 8B-shaped model, for each kind.
 
-    python -m benchmarks.gpu_weights bits tiles passes [--tiny] [--kinds fp8 int4 ...]
+    python -m benchmarks.gpu_weights bits products passes [--tiny] [--kinds fp8 int4 ...]
 
 The bits of a product are compared between numbers of rows, and with the same weight expanded to bf16 beforehand.
 """
@@ -10,28 +10,23 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from benchmarks.gpu.passes import Bench, device_ms
 from benchmarks.gpu.yardstick import Size
-from paceline.models.backends.cuda.codes import codes
-from paceline.models.backends.cuda.codes.codes import Ring, expanded, ring_for
+from benchmarks.harness import finish
 from paceline.models.backends.cuda.kernels import TritonKernels
 from paceline.models.backends.cuda.linear import Rotary, linear
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.load.loader import expected_shapes
 from paceline.models.spec import ModelConfig
-from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
+from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 from paceline.platform.launch import INTERPRETED
 from paceline.platform.triton import parallel_compile
 
@@ -46,9 +41,8 @@ KINDS = {  # kind, group, dtype of scales, what is beside them
     "int8": (WeightKind.INT8, 128, torch.bfloat16, None),
     "q8_0": (WeightKind.INT8, 32, torch.float16, None),
 }
-SIZE = Size()
+SIZE, ROWS = Size(), (1, 16, 64)
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-BEST: dict[tuple[WeightKind, tuple[int, int], int], Ring] = {}  # rings by kind, shape and rows, once tried
 TINY_LINEARS = {"qkv": (128, 64), "o": (64, 64), "gate_up": (128, 64), "down": (16, 4096)}
 
 
@@ -67,152 +61,72 @@ def made(name: str, n: int, k: int) -> StoredWeight:
     return StoredWeight.of_codes(kind, data if nibbles else data.view(torch.int8), scales, zeros=zeros, offsets=offsets)
 
 
-def uses(
-    shapes: dict[str, tuple[int, int]], dim: int, kv_heads: int, rows: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def use_of(name: str, dim: int, kv_heads: int, rows: int) -> dict[str, Any]:
+    """Return what else a product gets as the engine uses it."""
     angles = torch.rand(4096, dim // 2, device=DEVICE)
     caches = [torch.zeros(256, kv_heads, dim, device=DEVICE, dtype=BF16) for _ in "kv"]
     order = torch.arange(rows, device=DEVICE, dtype=torch.int32)
     rotary = Rotary(order * 7, order, angles.cos(), angles.sin(), *caches)
-    for name in shapes:
-        yield name, {"qkv": {"rotary": rotary}, "gate_up": {"gated": True}}.get(name, {})
+    return {"qkv": {"rotary": rotary}, "gate_up": {"gated": True}}.get(name, {})
 
 
 def bits(kinds: list[str], tiny: bool) -> dict[str, Any]:
-    shapes, dim, kv_heads = (TINY_LINEARS, 32, 1) if tiny else (LINEARS, SIZE.head_dim, SIZE.kv_heads)
+    """Return the numbers of rows in which a product differs from that of 300 rows, or from the expanded weight's."""
     kernels, found = TritonKernels(DEVICE), {}
-    for kind, (name, use) in itertools.product(kinds, uses(shapes, dim, kv_heads, 300)):
-        n, k = shapes[name]
-        weight = made(kind, n, k)
-        packed = kernels.pack(weight, 0.1 * torch.randn(n, device=DEVICE).to(BF16))
-        assert packed.weight.kind is weight.kind
-        x = torch.randn(300, k, device=DEVICE).to(BF16)
-
-        def run(rows: int, by: Linear = packed, use: dict[str, Any] = use, x: Tensor = x) -> list[Tensor]:
-            given = use
-            if "rotary" in use:
-                for cache in (use["rotary"].k_cache, use["rotary"].v_cache):
-                    cache.zero_()
-                parts = {field: getattr(use["rotary"], field)[:rows] for field in ("positions", "slots")}
-                slots = torch.where(parts["slots"] < 256, parts["slots"], -1)
-                given = {"rotary": replace(use["rotary"], positions=parts["positions"], slots=slots)}
-            out = linear(x[:rows].contiguous(), by, **given)
-            if "rotary" not in use:
-                return [out]
-            return [out, *(cache[:rows].clone() for cache in (use["rotary"].k_cache, use["rotary"].v_cache))]
-
-        several = (3, 64) if tiny else (2, 3, 8, 16, 17, 33, 64, 65, 128, 200, 256, 300)
+    several = (1, 3, 64) if tiny else (1, 2, 3, 8, 16, 17, 33, 40, 64, 65, 128, 200, 256, 300)
+    for kind, (name, (n, k)) in itertools.product(kinds, (TINY_LINEARS if tiny else LINEARS).items()):
+        weight, bias = made(kind, n, k), 0.1 * torch.randn(n, device=DEVICE).to(BF16)
+        packed = kernels.pack(weight, bias)
+        x, gated = torch.randn(max(several), k, device=DEVICE).to(BF16), name == "gate_up"
         if not INTERPRETED:
             with parallel_compile():
-                for rows in (1, 40, *several):
-                    run(rows)
-        one = run(1)
-        wrong = [rows for rows in several
-                 if any(not torch.equal(a[:1], b) for a, b in zip(run(rows), one, strict=True))]  # fmt: skip
-        many, halves = run(64), run(40)
-        wrong += [-40] * any(not torch.equal(a[:40], b) for a, b in zip(many, halves, strict=True))
-        row = {"other rows": wrong}
+                for rows in several:
+                    linear(x[:rows].contiguous(), packed, gated=gated)
+        whole = linear(x, packed, gated=gated)
+        some = {rows: linear(x[:rows].contiguous(), packed, gated=gated) for rows in several}
+        row = {"other rows": [rows for rows, one in some.items() if not torch.equal(one, whole[:rows])]}
         if weight.kind is not WeightKind.FP8:
-            plain = kernels.pack(expanded(packed.weight, BF16), packed.bias)
-            row["kernel's expansion"] = bool((expanded(packed.weight, BF16) == weight.numbers().to(BF16)).all())
-            row["expanded"] = [rows for rows in (1, 17, 64) if not all(map(torch.equal, run(rows), run(rows, plain)))]
-        else:
-            assert weight.scales is not None
-            exact = x[:64].double() @ (weight.data.double() * weight.scales.double()).t()
-            exact += 0 if packed.bias is None else packed.bias.double()
-            if not use:
-                row["error"] = float((many[0].double() - exact).abs().max() / exact.std())
+            plain = kernels.pack(weight.numbers().to(BF16), bias)
+            theirs = {rows: linear(x[:rows].contiguous(), plain, gated=gated) for rows in several}
+            row["expanded"] = [rows for rows, one in some.items() if not torch.equal(one, theirs[rows])]
         found[f"{kind} {name}"] = row
         print(f"   {kind:<9} {name:<8} {row}", flush=True)
     return found
 
 
-def rings(rows: int, name: str) -> Iterator[Ring]:
-    m, wide = max(8, int(triton.next_power_of_2(rows))), name == "gate_up"
-    if m <= 16:
-        narrow = ((64, 4, 4), (64, 4, 6), (64, 8, 3), (64, 8, 4))
-        found = ((256, 2, 5, 8), (256, 4, 2, 8), (256, 4, 3, 8), (128, 4, 3), (128, 2, 6)) if wide else narrow
-    else:
-        narrow = ((64, 2, 4), (64, 2, 6), (64, 4, 3))
-        found = ((256, 2, 3, 8), (256, 1, 5, 8), (128, 2, 4), (128, 2, 3, 8)) if wide else narrow
-    yield from (Ring(m, *each) for each in found)
-
-
-def tiles(kinds: list[str], tiny: bool) -> dict[str, Any]:
-    """Microseconds of a product by ring, over as many weights as exceed the cache; bf16 beside it."""
+def products(kinds: list[str], tiny: bool) -> dict[str, Any]:
+    """Return microseconds of a product, over as many weights as exceed the cache; bf16 beside it."""
     shapes, dim, kv_heads = (TINY_LINEARS, 32, 1) if tiny else (LINEARS, SIZE.head_dim, SIZE.kv_heads)
-    kernels, found, started = TritonKernels(DEVICE), {}, time.perf_counter()
+    kernels, found = TritonKernels(DEVICE), {}
     for kind, (name, (n, k)) in itertools.product(kinds, shapes.items()):
         copies = 1 if tiny else max(2, math.ceil(200e6 / made(kind, n, k).nbytes))
-        weights = [kernels.pack(made(kind, n, k)) for _ in range(copies)]
-        plain = [kernels.pack(torch.randn(n, k, device=DEVICE).to(BF16)) for _ in range(1 if tiny else 2)]
-        work: dict[tuple[int, Any], Callable[[], Any]] = {}
-        for rows in (1, 64):
+        weights = {
+            kind: [kernels.pack(made(kind, n, k)) for _ in range(copies)],
+            "bf16": [kernels.pack(torch.randn(n, k, device=DEVICE).to(BF16)) for _ in range(1 if tiny else 2)],
+        }
+        work: dict[str, Callable[[], Any]] = {}
+        for rows, (each, packed) in itertools.product(ROWS, weights.items()):
             x = torch.randn(rows, k, device=DEVICE).to(BF16)
-            use = dict(uses(shapes, dim, kv_heads, rows))[name]
-            many = {**use, "in_segments": True}
-            work[rows, "bf16"] = lambda x=x, many=many, plain=plain: [linear(x, each, **many) for each in plain]
-            for ring in () if tiny else rings(rows, name):
-                work[rows, ring] = lambda x=x, many=many, ring=ring, weights=weights: [
-                    linear(x, each, **many, ring=ring) for each in weights
-                ]
-            work[rows, "default"] = lambda x=x, many=many, weights=weights: [
-                linear(x, each, **many) for each in weights
-            ]
+            use = {**use_of(name, dim, kv_heads, rows), "in_segments": True}
+            work[f"{each} {rows}"] = lambda x=x, use=use, packed=packed: [linear(x, one, **use) for one in packed]
         if not INTERPRETED:
             with parallel_compile():
-                for each in work.values():
-                    each()
-        expected = {rows: work[rows, "default"]() for rows in (1, 64)}
-        for (rows, ring), each in work.items():
-            if isinstance(ring, Ring) and not all(
-                map(torch.equal, _if_it_fits(each) or expected[rows], expected[rows])
-            ):
-                print(f"   OTHER BITS {kind} {name} {rows} {ring}", flush=True)
-        timed = {key: _timed(each, len(plain if key[1] == "bf16" else weights)) for key, each in work.items()}
-        for rows in (1, 64):
-            found_here = {ring: us for (count, ring), us in timed.items() if count == rows and isinstance(ring, Ring)}
-            if found_here:
-                BEST[KINDS[kind][0], (n, k), rows] = min(found_here, key=lambda ring: found_here[ring])
-            best = sorted((us, str(ring)) for ring, us in found_here.items())
-            gb = 1e-3 * weights[0].nbytes
-            default = timed[rows, "default"]
-            found[f"{kind} {name} {rows}"] = {"bf16": timed[rows, "bf16"], "default": default, "best": best[:3]}
-            print(
-                f"   {kind} {name} {rows} rows: bf16 {timed[rows, 'bf16']:.1f} us, default {default:.1f} us", flush=True
-            )
-            for us, ring in best:
-                print(f"      {us:6.1f} us {gb / us:5.0f} GB/s {ring}", flush=True)
-        print(f"   ({time.perf_counter() - started:.0f} s)", flush=True)
+                for each_work in work.values():
+                    each_work()
+        us = {what: timed_us(each_work, len(weights[what.split()[0]])) for what, each_work in work.items()}
+        found[f"{kind} {name}"] = us
+        print(f"   {kind} {name}, us by rows: {us}", flush=True)
     return found
 
 
-def _if_it_fits(work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except triton.OutOfResources as problem:
-        print(f"   {problem}", flush=True)
-        return None
-
-
-def _timed(work: Callable[[], Any], count: int) -> float:
+def timed_us(work: Callable[[], Any], count: int) -> float:
     if DEVICE.type == "cpu":
         return 1e3 * device_ms(work, 1, 0) / count
-    if _if_it_fits(work) is None:
-        return math.inf
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     return 1e3 * device_ms(graph.replay, 12, 3) / count
-
-
-def best_ring(rows: int, n: int, k: int, kind: WeightKind, group: int = 0) -> Ring:
-    """`k`: columns that one program sums."""
-    shape = next(((n, whole) for whole in (k, 2 * k) if (n, whole) in LINEARS.values()), (0, 0))
-    tried = BEST.get((kind, shape, 1 if rows <= 16 else 64)) if rows <= 16 or 32 < rows <= 64 else None
-    default = ring_for(rows, n, k, kind, group)
-    return default if tried is None else replace(tried, m=default.m)
 
 
 class Coded(Mapping[str, Tensor | StoredWeight]):
@@ -244,14 +158,10 @@ def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
         head_dim=32 if tiny else SIZE.head_dim, max_positions=8192, tie_embeddings=False,
     )  # fmt: skip
     found: dict[str, Any] = {}
-    several = ["bf16", *kinds] if tiny else ["bf16", *kinds, f"{kinds[0]} kv8"]
-    for kind, by_tiles in itertools.product(several, (False, True) if BEST else (False,)):
-        if by_tiles and kind == "bf16":
-            continue
-        dtypes = Dtypes.of(None, DEVICE, torch.float8_e4m3fn if kind.endswith("kv8") else None)
-        codes.ring_for = best_ring if by_tiles else ring_for
+    for kind in ("bf16", *kinds):
+        dtypes = Dtypes.of(None, DEVICE)
         kernels = TritonKernels(DEVICE) if tiny else kernels_for(DEVICE)
-        decoder = Decoder(config, Coded(config, kind.split()[0]), kernels, device=DEVICE, dtypes=dtypes)
+        decoder = Decoder(config, Coded(config, kind), kernels, device=DEVICE, dtypes=dtypes)
         context = 30 if tiny else 1024
         bench = Bench(decoder, context + 64)
         row: dict[str, Any] = {"memory_gb": torch.cuda.memory_allocated() / 1e9 if DEVICE.type == "cuda" else 0}
@@ -262,13 +172,8 @@ def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
             row[f"{rows}"] = device_ms(
                 lambda bench=bench, plan=plan, given=given: bench.forward(given, plan), 1 if tiny else 30
             )
-        if not tiny:
-            alone = torch.cat(
-                [bench.forward(tokens[at : at + 1], bench.chain(context + at, 1)).clone() for at in range(8)]
-            )
-            row["same bits"] = torch.equal(bench.forward(tokens[:8], bench.chain(context, 8)), alone)
-        found[kind + " by tiles" * by_tiles] = row
-        print(f"   {kind:<9} {'by tiles ' if by_tiles else ''}{row}", flush=True)
+        found[kind] = row
+        print(f"   {kind:<9} {row}", flush=True)
         del decoder, bench
         gc.collect()  # graphs and their decoder refer to each other
         if DEVICE.type == "cuda":
@@ -277,18 +182,15 @@ def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=["bits", "tiles", "passes"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("bits", "products", "passes"))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a small shape, to try the script")
     args = parser.parse_args()
     torch.manual_seed(0)
-    found = {}
     with torch.inference_mode():
-        for part in args.parts:
-            print(part, flush=True)
-            found[part] = {"bits": bits, "tiles": tiles, "passes": passes}[part](args.kinds, args.tiny)
-    print(json.dumps(found))
+        run = {"bits": bits, "products": products, "passes": passes}
+        finish("gpu_weights", {part: run[part](args.kinds, args.tiny) for part in args.parts})
 
 
 if __name__ == "__main__":

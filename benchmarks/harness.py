@@ -1,20 +1,16 @@
-"""Shared by all scripts: interleaved rounds, paired intervals, a quiet machine, two source trees, the JSON line."""
+"""Shared by all scripts: interleaved rounds, paired intervals, processor time, a quiet machine, the JSON line."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import random
 import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -24,6 +20,8 @@ QUIET = 0.05  # share of the cores that others may take before an answer is begu
 
 ROOT = Path(__file__).resolve().parents[1]
 COPYING = Path(__file__).parent / "copying.jsonl"  # quoting, editing code, JSON printed again
+TOPICS = ("rivers", "clocks", "bread", "chess", "violins", "comets", "moss", "trains")
+TOPICS += ("lenses", "salt", "kites", "maps", "bees", "glass", "tides", "ink")
 
 clock: Callable[[], float] = time.perf_counter
 
@@ -71,6 +69,36 @@ def shown(of: Mapping[str, float], digits: int = 2) -> str:
 
 def median_ms(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds)
+
+
+class Spent:
+    """Processor seconds of this thread in watched functions, by part; an inner function's count apart."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.seconds = Counter[str]()
+        self._inner = [0.0]  # seconds of watched functions within each one under way; first: outside all of them
+
+    @property
+    def watched_s(self) -> float:
+        return self._inner[0]
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            self._inner.append(0.0)
+            begun = time.thread_time()
+            try:
+                return function(*args, **options)
+            finally:
+                taken = time.thread_time() - begun
+                self.seconds[part] += taken - self._inner.pop()
+                self._inner[-1] += taken
+
+        setattr(owner, name, watched)
 
 
 def finish(name: str, result: dict[str, Any]) -> None:
@@ -130,83 +158,6 @@ def expanded_folder(folder: Path, work: Path) -> Path:
         write_blocks(partial / "model.safetensors", entries, weights.__getitem__, lambda done, total: None)
         partial.rename(out)
     return out
-
-
-# -- two source trees, by turns
-
-
-def serve_cells(cells: Sequence[str], run: Callable[[str], dict[str, Any]], fresh: Callable[[], None]) -> None:
-    """Be a worker of `compare_trees`: run one cell for each line of input, `fresh` before every round."""
-    print(json.dumps(list(cells)), flush=True)
-    for line in sys.stdin:
-        cell = json.loads(line)
-        if cell is None:
-            fresh()
-            print("{}", flush=True)
-            continue
-        cpu_s, wall_s = time.process_time(), time.perf_counter()
-        answer = run(cell)
-        cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
-        print(json.dumps({"cpu": cpu_s, "wall": wall_s, **answer}), flush=True)
-
-
-@contextmanager
-def _worker(module: str, tree: Path, arguments: Sequence[str]) -> Iterator[Callable[[str | None], Any]]:
-    """Run a module's worker on the source of a tree, with a cache folder of its own for what policies learn."""
-    from paceline.models.load.store import cache_home
-
-    with tempfile.TemporaryDirectory() as home:
-        (Path(home) / "models").symlink_to(cache_home() / "models")
-        env = {**os.environ, "PYTHONPATH": f"{tree.resolve() / 'src'}{os.pathsep}{ROOT}", "PACELINE_HOME": home}
-        command = [sys.executable, "-m", module, "--worker", *arguments]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, env=env, cwd=ROOT, **pipes)
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def ask(cell: str | None) -> Any:
-            process.stdin.write(json.dumps(cell) + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-
-        ask.cells = json.loads(process.stdout.readline())  # type: ignore[attr-defined]
-        try:
-            yield ask
-        finally:
-            process.stdin.close()
-            process.wait()
-
-
-def compare_trees(module: str, other: Path, rounds: int, arguments: Sequence[str], unit: str) -> dict[str, Any]:
-    """Measure this source tree against another: seconds of the other over seconds of this, cell by cell and in all.
-
-    Both run the cells by turns; a pair of runs follow each other, in an order drawn anew. `unit`: cpu or wall seconds.
-    The first round warms up. The interval of the geometric mean is Student's, over at least five rounds.
-    """
-    from paceline.bench.intervals import student
-
-    noise = random.Random(0)
-    with _worker(module, ROOT, arguments) as ours, _worker(module, other, arguments) as theirs:
-        cells: list[str] = ours.cells  # type: ignore[attr-defined]
-        ratios: dict[str, list[float]] = {cell: [] for cell in cells}
-        same = dict.fromkeys(cells, True)
-        for turn in range(rounds + 1):
-            for ask in (ours, theirs):
-                ask(None)
-            for cell in noise.sample(cells, len(cells)):
-                pair = {ask: ask(cell) for ask in noise.sample((ours, theirs), 2)}
-                same[cell] &= pair[ours].get("digest") == pair[theirs].get("digest")
-                if turn:
-                    ratios[cell].append(pair[theirs][unit] / pair[ours][unit])
-    by_round = [statistics.fmean(map(math.log, row)) for row in zip(*ratios.values(), strict=True)]
-    reach = student(rounds - 1) * statistics.stdev(by_round) / math.sqrt(rounds)
-    centre = statistics.fmean(by_round)
-    result: dict[str, Any] = {cell: ratio(pairs, [1.0] * rounds) for cell, pairs in ratios.items()}
-    for cell in cells:
-        print(f"{cell:32} {shown(result[cell], 3)}{'' if same[cell] else '   DIFFERENT ANSWERS'}")
-    mean = {"ratio": math.exp(centre), "low": math.exp(centre - reach), "high": math.exp(centre + reach)}
-    print(f"geometric mean of {len(cells)} cells, {rounds} pairs: {shown(mean, 3)}")
-    return {"cells": result, "geometric_mean": mean, "rounds": rounds, "unit": unit, "same_answers": all(same.values())}
 
 
 # -- a machine that others use too

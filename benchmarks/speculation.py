@@ -5,19 +5,14 @@ no answer is memorised. They are interleaved step by step, in a new order every 
 second does so for all that still answer. But then each pass finds the caches as another engine left them: with
 `--whole` a configuration answers a prompt to its end before the next one does. At temperature 0.7 requests are seeded,
 so all give equal tokens and the comparison is paired. EOS is respected. Answers that repeat a 16-gram are looping and
-reported apart, since loops flatter lookup.
-
-`--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed.
-`--remembered` adds an `auto` whose policy has answered other prompts before; its suffix store is empty.
+reported apart, since loops flatter lookup. `--rounds`: all of it again by new engines with empty stores and cold
+policies, at temperature 0.7 with another seed.
 
     python -m benchmarks.speculation                                   # copying
-    python -m benchmarks.speculation --prompts mt_bench.jsonl --per-category 2 --whole
-    python -m benchmarks.speculation --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # scatter by chance
-    python -m benchmarks.speculation --prompts mt_bench.jsonl --lookups --fixed dspark:3 --activations int8
-    python -m benchmarks.speculation --against TREE --rounds 7 --per-category 3       # another source tree, by turns
+    python -m benchmarks.speculation --prompts mt_bench.jsonl --per-category 2 --lookups --fixed dspark:4 --whole
+    python -m benchmarks.speculation --prompts mt_bench.jsonl --batch 4 --fixed suffix:1 suffix:2
     python -m benchmarks.speculation drafter --drafter DIR --prompts mt_bench.jsonl   # τ and time of a block drafter
-    python -m benchmarks.speculation drafter --drafter DIR --answers W/answers.json   # τ on kept answers, any drafter
-    python -m benchmarks.speculation rates --prompts gsm8k_train.jsonl                # how often lookups are right
+    python -m benchmarks.speculation drafter --drafter DIR --answers W/answers.json   # τ on kept answers
 """
 
 from __future__ import annotations
@@ -26,24 +21,20 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import compare_trees, finish, prompts_of, serve_cells, shown
-from paceline import LLM, SamplingParams
+from benchmarks.harness import finish, prompts_of, shown
+from paceline import SamplingParams
 
 NONE, AUTO = "none", "auto"
 NO_LOOPS = "all but loops"
 LOOKUPS = "lookups"  # `auto` without the model's trained drafter
-REMEMBERED, AGAIN = "auto remembered", " again"
 SHAPES = {"chain 7": (1, 7), "tree 15": (8, 15), "tree 60": (8, 60)}  # beam and nodes of a block drafter
 GREEDY, SAMPLED = 0.0, 0.7
 
@@ -127,39 +118,14 @@ def compare(args: argparse.Namespace) -> None:
         random.Random(0).shuffle(prompts)
     names = ("batch", "max_tokens", "whole", "dtype", "activations", "rounds", "seed")
     result: dict[str, Any] = {"prompts": len(prompts), **{name: getattr(args, name) for name in names}, "cells": []}
-    others = other_prompts(args.remembered, args.remembered_answers, prompts) if args.remembered else []
     for temperature in args.temperature:
         rows = []
         for seed in range(args.seed, args.seed + args.rounds):
             params = params_of(temperature, args.max_tokens, seed).resolve({})
             configurations = [Configuration(loaded, method, k) for method, k in methods]
-            for at, one in enumerate(configurations):  # a method and k may run twice, to show what chance does
-                while one.name in [each.name for each in configurations[:at]]:
-                    one.name += AGAIN
-            if others:
-                configurations.append(remembered(loaded, others, params, args.batch))
             rows += run(configurations, loaded, prompts, params, args, random.Random(seed))
         report([one.name for one in configurations if one.name != NONE], rows, temperature, result)
     finish("speculation", result)
-
-
-def other_prompts(paths: Sequence[str], count: int, measured: Sequence[dict[str, Any]]) -> list[str]:
-    """Return `count` first turns from all over the files that are not measured."""
-    first = {prompt["turns"][0] for prompt in measured}
-    others = [prompt["turns"][0] for prompt in prompts_of(paths) if prompt["turns"][0] not in first]
-    return others[:: max(len(others) // count, 1)][:count]
-
-
-def remembered(loaded: Any, others: Sequence[str], params: Any, batch: int) -> Configuration:
-    """Return an `auto` whose policy starts from what it learnt on other prompts."""
-    before = Configuration(loaded, AUTO, None)
-    prompts = [chat(loaded.tokenizer, text) for text in others]
-    for start in range(0, len(prompts), batch):
-        before.answer(prompts[start : start + batch], params)
-    after = Configuration(loaded, AUTO, None)
-    after.name = REMEMBERED
-    after.policy.load(json.loads(json.dumps(before.policy.state())))
-    return after
 
 
 def answer_by_turns(together: list[Configuration], prompts: Sequence[list[int]], params: Any, noise: Any) -> None:
@@ -238,10 +204,10 @@ def report(names: list[str], rows: list[dict[str, Any]], temperature: float, res
         cell: dict[str, Any] = {"temperature": temperature, "category": category, "answers": len(part)}
         for name in names:
             cell[name] = speedup(part, name) | {"tau": statistics.mean(row["tau"][name] for row in part)}
-        fixed = [name for name in names if not name.startswith(AUTO) and not name.endswith(AGAIN)]
+        fixed = [name for name in names if name != AUTO]
         best = max(fixed, key=lambda name: cell[name]["ratio"], default=None)
-        for name in [name for name in names if name.startswith(AUTO) and best]:
-            cell[name] |= {"of": best, "share": speedup(part, name, over=str(best))}
+        if best is not None:
+            cell[AUTO] |= {"of": best, "share": speedup(part, AUTO, over=best)}
         if LOOKUPS in names:
             cell["auto over lookups"] = speedup(part, AUTO, over=LOOKUPS)
         cell |= {"identical": all(row["identical"] for row in part), "looping": sum(row["loops"] for row in part)}
@@ -251,36 +217,6 @@ def report(names: list[str], rows: list[dict[str, Any]], temperature: float, res
             entry = cell[name]
             share = f", {shown(entry['share'], 3)} of {entry['of']}" if "share" in entry else ""
             print(f"    {name:18} {shown(entry)}" + (f" τ {entry['tau']:.2f}" if "tau" in entry else "") + share)
-
-
-# -- another source tree
-
-
-def worker(args: argparse.Namespace) -> None:
-    """Answer prompts one by one with `auto`, through the public API; each round begins with an empty store."""
-    llms: dict[str, LLM] = {}
-    prompts = prompts_of(args.prompts, args.per_category)
-
-    def fresh() -> None:
-        for llm in llms.values():
-            llm.close()
-        for activations in ("float32", "int8"):
-            options = {"threads": 1 if args.one_core else None, "prefix_caching": False, "kv_cache_bytes": 1 << 28}
-            llms[activations] = LLM(args.model, device="cpu", activations=activations, method=AUTO, **options)
-            llms[activations].generate(["Hello there."], SamplingParams(max_tokens=8))
-
-    def run_cell(cell: str) -> dict[str, Any]:
-        activations, temperature, category = cell.split(" ", 2)
-        params, answers = params_of(float(temperature[1:]), args.max_tokens, args.seed), []
-        for prompt in prompts:
-            if prompt["category"] == category:
-                (output,) = llms[activations].chat([{"role": "user", "content": prompt["turns"][0]}], params)
-                answers.append(output.outputs[0].token_ids)
-        return {"digest": sha1(repr(answers).encode()).hexdigest()}
-
-    categories = dict.fromkeys(prompt["category"] for prompt in prompts)
-    cells = [f"{a} T{t} {c}" for a in ("float32", "int8") for t in (GREEDY, SAMPLED) for c in categories]
-    serve_cells(cells, run_cell, fresh)
 
 
 # -- trained drafters: τ, and the time of a draft
@@ -373,57 +309,9 @@ def engine_with(target: Any, folder: str, beam: int, nodes: int, rows: int) -> t
     return Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=[one], policy=policy), watches
 
 
-# -- how often lookups are right, by level
-
-
-def rates(args: argparse.Namespace) -> None:
-    """Read plain answers again token by token: the policy's first guesses (engine/policy/survival.py) are from here."""
-    from paceline.bench.prompts import shipped
-    from paceline.config import SpeculationConfig
-    from paceline.core.sequence import Sequence as Answer
-    from paceline.drafters import METHODS, DrafterContext, DraftRequest
-    from paceline.engine.policy.survival import bucket, first_guess
-    from paceline.models.load.hub import resolve
-    from paceline.models.load.open_model import load_model
-
-    loaded = load_model(resolve(args.model), dtype="float32", device="cpu")
-    prompts = [loaded.tokenizer.apply_chat_template(prompt.messages([])[:1]) for prompt in shipped(per_workload=6)]
-    for path in args.prompts:
-        prompts += [chat(loaded.tokenizer, prompt["turns"][0]) for prompt in prompts_of([path])[: args.count]]
-    context, result = DrafterContext(loaded.config, loaded.decoder.device, SpeculationConfig(method=AUTO)), {}
-    for temperature in args.temperature:
-        params, plain = params_of(temperature, 64, 11).resolve({}), Configuration(loaded, NONE, None)
-        drafters = [METHODS[name].make(context) for name in ("ngram", "suffix")]
-        tried, hit = Counter[tuple[str, int, int]](), Counter[tuple[str, int, int]]()
-        for index, prompt in enumerate(prompts):
-            answer = plain.answer([prompt], params)[1][0]
-            sequence = Answer(str(index), prompt, params, max_len=len(prompt) + 64)
-            for at, token in enumerate(answer[:-1], start=1):
-                sequence.tokens.append(token)
-                for one in drafters:
-                    level, draft = bucket(one.level(sequence)), one.propose([DraftRequest(sequence, 8)])
-                    parents, node = draft.parents[0].tolist()[: int(draft.num_nodes[0])], -1
-                    for position, true in enumerate(answer[at:]):  # the first child of the first child, and so on
-                        if node not in parents:
-                            break
-                        node = parents.index(node)
-                        tried[one.name, level, position] += 1
-                        if int(draft.tokens[0, node]) != true:
-                            break
-                        hit[one.name, level, position] += 1
-            for one in drafters:
-                one.release(sequence)  # unfinished, so nothing is learned from it
-        for method, level in sorted({key[:2] for key in tried}):
-            cells = [[hit[method, level, at], tried[method, level, at]] for at in range(8) if tried[method, level, at]]
-            result[f"T {temperature} {method} {level}"] = cells
-            listed = "  ".join(f"{right / of:.2f}/{of}" for right, of in cells)
-            print(f"T {temperature} {method:7} bucket {level}, first guess {first_guess(level)[0]:.2f}: {listed}")
-    finish("lookup_rates", {"answers": len(prompts), "rates": result})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="compare", choices=("compare", "drafter", "rates"))
+    parser.add_argument("what", nargs="?", default="compare", choices=("compare", "drafter"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prompts", nargs="*", default=[])
     parser.add_argument("--mixed", action="store_true", help="batches of all categories")
@@ -436,13 +324,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, choices=range(1, 100), metavar="N")
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
     parser.add_argument("--lookups", action="store_true", help="auto without the trained drafter beside it")
-    parser.add_argument("--remembered", nargs="+", default=[], help="files of other prompts that a policy learnt from")
-    parser.add_argument("--remembered-answers", type=int, default=24)
     parser.add_argument("--dtype", default="auto", help="of the weights; float32: expanded")
     parser.add_argument("--activations", default="float32", choices=("float32", "int8"))
-    parser.add_argument("--against", type=Path, metavar="TREE", help="another source tree of this package")
-    parser.add_argument("--one-core", action="store_true", help="of --against: one thread, processor time")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--drafter", help="folder of a trained drafter")
     parser.add_argument("--answers", help="of drafter: prompts and plain answers that train_smollm2.py keeps")
     parser.add_argument("--count", type=int, default=40, help="prompts of each set")
@@ -450,17 +333,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    if args.worker:
-        worker(args)
-    elif args.against:
-        at = sys.argv.index("--against")
-        arguments = [*sys.argv[1:at], *sys.argv[at + 2 :]]
-        unit = "cpu" if args.one_core else "wall"
-        finish(
-            "speculation_against", compare_trees("benchmarks.speculation", args.against, args.rounds, arguments, unit)
-        )
-    else:
-        {"compare": compare, "drafter": drafter, "rates": rates}[args.what](args)
+    {"compare": compare, "drafter": drafter}[args.what](args)
 
 
 if __name__ == "__main__":

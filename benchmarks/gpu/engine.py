@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.batching import TOPICS
 from benchmarks.gpu.subject import Subject
+from benchmarks.harness import TOPICS
 from benchmarks.harness import prompts_of as copying
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig

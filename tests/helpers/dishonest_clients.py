@@ -7,7 +7,7 @@ import json
 import random
 from typing import Protocol
 
-from benchmarks.serve import request
+from benchmarks.clients import request
 
 
 class Sendable(Protocol):

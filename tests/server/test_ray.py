@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve import Answer, ask
+from benchmarks.clients import Answer, ask
 from paceline import LLM, SamplingParams
 
 pytest.importorskip("ray", reason="ray is not installed")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve import Answer, ask
+from benchmarks.clients import Answer, ask
 from paceline import LLM, SamplingParams
 from paceline.engine.events import Cancel, Request, Submit
 from paceline.errors import InvalidParameter, QueueFull

@@ -20,7 +20,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.serve import Answer, ask
+from benchmarks.clients import Answer, ask
 from paceline import LLM, SamplingParams
 from paceline.cli.serve import read_keys
 from paceline.core.verdict import TokenKind
