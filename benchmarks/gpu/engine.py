@@ -136,8 +136,16 @@ def prompts_of(subject: Subject, count: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         vocab = subject.small_config.vocab_size
         return torch.randint(3, vocab, (count, 40), generator=generator).tolist()
-    each = [subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
-    return [each[index % len(each)] for index in range(count)]
+    return chats(subject, [QUESTIONS[index % len(QUESTIONS)] for index in range(count)])
+
+
+def chats(subject: Subject, texts: Sequence[str]) -> list[list[int]]:
+    return [subject.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+
+
+def copies(subject: Subject, every: int) -> list[list[int]]:
+    """Return prompts that ask for copies; none of random weights."""
+    return [] if subject.random else chats(subject, [prompt["turns"][0] for prompt in copying()[::every]])
 
 
 def many_prompts(subject: Subject, first: int, count: int) -> list[list[int]]:
@@ -145,8 +153,7 @@ def many_prompts(subject: Subject, first: int, count: int) -> list[list[int]]:
     if subject.random:
         return prompts_of(subject, first + count)[first:]
     every = [f"Explain {topic} {style}, {part}." for part in PARTS for style in STYLES for topic in TOPICS]
-    questions = [every[7 * index % len(every)] for index in range(first, first + count)]
-    return [subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
+    return chats(subject, [every[7 * index % len(every)] for index in range(first, first + count)])
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -157,12 +164,7 @@ def identity(subject: Subject) -> dict[str, Any]:
     """Greedy and seeded answers, plain and under every drafter, alone and together: the same tokens."""
     decoder, found = subject.yardstick, {}
     length = 24 if subject.tiny else 128
-    prompts = prompts_of(subject, 6)
-    if not subject.random:
-        prompts += [
-            subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])
-            for prompt in copying()[::6]
-        ]
+    prompts = prompts_of(subject, 6) + copies(subject, 6)
     for name, params in (
         ("greedy", greedy(length)),
         ("seeded", SamplingParams(temperature=0.7, seed=7, max_tokens=length, ignore_eos=True).resolve({})),
@@ -256,53 +258,27 @@ def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[s
 
 
 def draft(subject: Subject) -> dict[str, Any]:
-    decoder, found = subject.yardstick, {}
-    length = 24 if subject.tiny else 192
-    prompts = prompts_of(subject, 3)
-    plain = [Runs(subject, decoder)]
-    base = speed(plain[0], prompts, length)
-    found["plain"] = base
-    print(f"   plain {base['tokens_per_second']:.0f} tok/s", flush=True)
-    for k in (2,) if subject.tiny else (4, 6, 8, 10, 12, 16):
-        got = speed(Runs(subject, decoder, "draft-model", k), prompts, length)
-        found[f"draft-model k={k}"] = got
-        gain = got["tokens_per_second"] / base["tokens_per_second"]
-        print(f"   draft-model k={k}: {gain:.2f}x, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
-    if subject.random:
-        return found
-    copies = [
-        subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])
-        for prompt in copying()[::4]
-    ]
-    base = speed(plain[0], copies, length, ignore_eos=False)
-    for method, k in (("ngram", 8), ("ngram", 16), ("suffix", 8), ("suffix", 16), ("auto", None)):
-        got = speed(Runs(subject, decoder, method, k), copies, length, ignore_eos=False)
-        gain = got["tokens_per_second"] / base["tokens_per_second"]
-        found[f"copy {method} k={k}"] = {**got, "over_plain": gain}
-        print(f"   copy, {method} k={k}: {gain:.2f}x, τ {got['tau']:.2f}", flush=True)
+    """Lookups on prompts that ask for copies, stopping at EOS."""
+    asked = copies(subject, 4) or prompts_of(subject, 3)
+    params = SamplingParams(temperature=0, max_tokens=192).resolve({})
+    found: dict[str, Any] = {}
+    for method, k in (("none", None), ("ngram", 8), ("ngram", 16), ("suffix", 8)):
+        runs = Runs(subject, subject.yardstick, method, k)
+        runs.answer(asked[:1], params)  # captures its graphs
+        each = [runs.answer([prompt], params) for prompt in asked]
+        rate = statistics.harmonic_mean([one["tokens_per_second"] or 1.0 for one in each])
+        name = method if k is None else f"{method} k={k}"
+        found[name] = {"tokens_per_second": rate, "tau": statistics.mean(one["tau"] for one in each)}
+        found[name]["over_plain"] = rate / found["none"]["tokens_per_second"]
+        print(f"   copy, {name}: {found[name]}", flush=True)
     return found
-
-
-def speed(
-    runs: Runs, prompts: list[list[int]], length: int, ignore_eos: bool = True, together: int = 1, **asked: Any
-) -> dict[str, float]:
-    params = SamplingParams(**{"temperature": 0, **asked}, max_tokens=length, ignore_eos=ignore_eos).resolve({})
-    runs.answer(prompts[:together], params)  # captures its graphs
-    groups = [prompts[at : at + together] for at in range(0, len(prompts), together)]
-    each = [runs.answer(group, params) for group in groups]
-    return {
-        "tokens_per_second": statistics.harmonic_mean([one["tokens_per_second"] or 1.0 for one in each]),
-        "tau": statistics.mean(one["tau"] for one in each),
-        "step_ms": statistics.median(one["step_ms"] for one in each),
-    }
 
 
 def batches(subject: Subject) -> dict[str, Any]:
     """Plain, fixed k and auto in turn, every round with prompts of its own: the suffix store must not know the answers.
 
     All run on one cache, so that they share its graphs. `cold` is the first answer under a policy that knows nothing,
-    everything else the rounds after it, so that the same prompts are compared; `drift` is plain decoding in the last
-    round over the first.
+    everything else the rounds after it, so that the same prompts are compared.
     """
     decoder, found = subject.yardstick, {}
     sizes = (1, 4) if subject.tiny else BATCHES
@@ -321,20 +297,13 @@ def batches(subject: Subject) -> dict[str, Any]:
                 if turn:  # in the first, prompts of new sizes are met
                     rates[name].append(rate)
         found[str(batch)] = {name: statistics.median(each[1:]) for name, each in rates.items()} | {
-            "cold": rates["auto"][0],
-            "drift": rates["plain"][-1] / rates["plain"][0],
-            "rounds": rates,
+            "cold": rates["auto"][0]
         }
-        print(f"   batch {batch:>3}: {sentence(found[str(batch)])}", flush=True)
+        row = found[str(batch)]
+        gains = ", ".join(f"{name} {rate / row['plain']:.2f}x" for name, rate in row.items() if name != "plain")
+        print(f"   batch {batch:>3}: plain {row['plain']:.0f} tok/s, {gains}", flush=True)
         del runs, one
     return found
-
-
-def sentence(row: dict[str, Any]) -> str:
-    gains = ", ".join(
-        f"{name} {row[name] / row['plain']:.2f}x" for name in row if name not in ("plain", "drift", "rounds")
-    )
-    return f"plain {row['plain']:.0f} tok/s ({row['drift']:.2f} by the end), {gains}"
 
 
 def startup(subject: Subject) -> dict[str, Any]:

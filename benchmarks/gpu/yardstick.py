@@ -3,13 +3,10 @@
 It costs what an 8B model costs and gives SmolLM2's logits. Channels of the small model come first; every weight that
 meets an exact zero is filled with N(0, 0.02), so that the chip works as hard as on a real model; outputs that must
 stay zero have zero rows; the layers beyond the small model's are the identity.
-
-    python -m benchmarks.gpu.yardstick [--device cuda]        # checks it against smollm2 on one prompt
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -216,41 +213,6 @@ def large_drafter(
     return replace(config, body=large, target=target), found
 
 
-def main() -> None:
-    from paceline.models.load.hub import resolve
-    from paceline.models.load.open_model import load_model
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="auto")
-    args = parser.parse_args()
-    small = load_model(resolve("smollm2"), device=args.device)
-    print(agreement(small.decoder.device, "Explain how a bicycle stays upright.", Size()))
-
-
-def agreement(device: torch.device, prompt: str, size: Size, model: str = "smollm2") -> dict[str, float]:
-    """Share of positions with the same argmax, and the largest difference of logits over their spread."""
-    from paceline.models.decoder import Decoder
-    from paceline.models.kernels import kernels_for
-    from paceline.models.load.hub import resolve
-    from paceline.models.load.loader import load_config, load_weights
-    from paceline.models.weights import Dtypes
-    from paceline.text.tokenizer import Tokenizer
-
-    path = resolve(model)
-    config = load_config(path)
-    weights = {name: weight.numbers() for name, weight in load_weights(path, config).items()}
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    big = Yardstick(config, weights, size, device=device, dtype=dtype)
-    tokens = Tokenizer.from_path(path).apply_chat_template([{"role": "user", "content": prompt}])
-    results = []
-    for shape, source in ((config, weights), (big.config, big)):
-        decoder = Decoder(shape, source, kernels_for(device), device=device, dtypes=Dtypes.of(dtype, device))
-        results.append(logits_of(decoder, tokens))
-    mine, theirs = results
-    same = (mine.argmax(-1) == theirs.argmax(-1)).float().mean()
-    return {"same_argmax": float(same), "largest_difference": float((mine - theirs).abs().max() / mine.std())}
-
-
 @torch.inference_mode()
 def logits_of(decoder, tokens: list[int]) -> Tensor:  # type: ignore[no-untyped-def]
     from paceline.models.kv_cache import KVCache
@@ -266,7 +228,3 @@ def logits_of(decoder, tokens: list[int]) -> Tensor:  # type: ignore[no-untyped-
         positions, positions, torch.zeros_like(positions), torch.arange(blocks, dtype=torch.int32)[None], block, count
     )
     return decoder.forward(torch.tensor(tokens), plan, cache.layers, torch.arange(count)).logits.float().cpu()
-
-
-if __name__ == "__main__":
-    main()
