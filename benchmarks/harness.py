@@ -12,9 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-HOLD_S = 200.0  # seconds that one benchmark keeps a shared machine
 WINDOW_S, PATIENCE_S = 0.1, 10.0
 QUIET = 0.05  # share of the cores that others may take before an answer is begun
 
@@ -165,33 +164,6 @@ def expanded_folder(folder: Path, work: Path) -> Path:
 
 class Computes(Protocol):
     def cpu_seconds(self) -> float: ...
-
-
-class Turns:
-    """A lock file (flock) that all benchmarks on a machine take; it is handed on every few minutes."""
-
-    def __init__(self, path: Path | None, hold_s: float = HOLD_S) -> None:
-        self._file: IO[str] | None = None if path is None else path.open("a")
-        self._hold_s = hold_s
-        self._since: float | None = None  # time at which it became our turn
-
-    def take(self) -> None:
-        """Wait for our turn; first hand it on if we have had the machine for long."""
-        if self._file is None:
-            return
-        import fcntl
-
-        if self._since is not None and time.perf_counter() - self._since > self._hold_s:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._since = None
-            time.sleep(1.0)  # else a waiting process would not wake up in time
-        if self._since is None:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._since = time.perf_counter()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()  # which releases the lock
 
 
 def busy_seconds(stat: Path = Path("/proc/stat")) -> float:

@@ -3,7 +3,8 @@
 Greedy and seeded answers have equal tokens under any draft, so the gain of a draft can be looked up. A step costs what
 a pass of its rows cost on two cores or on an H200 (where a draft model right 19 times of 20 may draft too), and the
 time of drafting. The policy learns from times with noise and slow phases (`--noise`) or without, and is judged by the
-table alone, or by the table and its own time of deciding (`--deciding`). A batch is one job: its time ends with its
+table alone, or by the table and its own time of deciding (`--deciding`). Its real time of planning and learning, in
+processor time a step, stands beside the gains. A batch is one job: its time ends with its
 last answer. Groups come one after the other, so the first shows a cold policy.
 
     python -m benchmarks.policy_replay --record answers.json --temperature 0 --prompts mt_bench.jsonl gsm8k.jsonl
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import finish, prompts_of
+from benchmarks.harness import Spent, finish, prompts_of
 from benchmarks.speculation import Configuration
 from paceline import SamplingParams
 from paceline.config import TRAINED_LEVEL, SpeculationConfig
@@ -252,6 +253,9 @@ class Replay:
         self.drafter_set = DrafterSet(self.drafters, VOCABULARY, BlockManager(1, 1))
         self.policy = AdaptivePolicy(method, k, clock.prior)
         self.asked_s, self.resting = 0.0, False
+        self.spent, self.steps = Spent(), 0
+        for name in ("plan", "observe", "learn"):
+            self.spent.watch(self.policy, name, "policy")
         for drafter in self.drafters:
             self._count_questions(drafter)
 
@@ -295,6 +299,7 @@ class Replay:
     def _step(self, live: Sequence[tuple[Answer, list[int]]]) -> float:
         sequences, before = [sequence for sequence, _ in live], self.asked_s
         ahead = self.resting
+        self.steps += 1
         offers = self.drafter_set.offers(sequences)
         choices = [DraftPlan()] * len(live) if ahead else self.policy.plan(sequences, offers, 0, False)
         deciding = self.asked_s - before
@@ -370,7 +375,9 @@ def main() -> None:
     parser.add_argument("--category", help="only this one, from a cold policy")
     args = parser.parse_args()
     if args.record:
-        Path(args.record).write_text(json.dumps(record(args.prompts, args.temperature, args.seed)))
+        made = record(args.prompts, args.temperature, args.seed)
+        Path(args.record).write_text(json.dumps(made))
+        finish("policy_replay_record", {"records": len(made)})
         return
     if args.records is None:
         parser.error("give a file of records, or --record FILE to make one")
@@ -382,12 +389,16 @@ def main() -> None:
         mine = [one for one in mine if args.category in (None, one["category"])]
         for batch in args.batches:
             groups = [mine[start : start + batch] for start in range(0, len(mine), batch)]
-            taken = {}
+            taken, policy_us = {}, 0.0
             for method, k in [("none", None), ("auto", None), *clock.fixed]:
                 times = Times(args.noise)
                 replay = Replay(method, k, clock, times, deciding=args.deciding, max_tokens=args.max_tokens)
                 taken[method if k is None else f"{method} k={k}"] = [replay.seconds(group) for group in groups]
-            rows.append({"file": file, "batch": batch, "groups": len(groups), **judged(taken)})
+                if method == "auto":
+                    policy_us = 1e6 * replay.spent.watched_s / replay.steps
+            rows.append(
+                {"file": file, "batch": batch, "groups": len(groups), **judged(taken), "policy_us_a_step": policy_us}
+            )
             print(f"{file:10} batch {batch:3}, {len(groups):3} groups: {rows[-1].pop('summary')}", flush=True)
     setting = {"clock": args.clock, "steep": args.steep, "noise": args.noise, "deciding": args.deciding}
     finish("policy_replay", {**setting, "rows": rows})

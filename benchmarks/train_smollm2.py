@@ -3,15 +3,14 @@
     python -m benchmarks.train_smollm2 data     --work W --target T --minutes 5 --gsm8k-train gsm8k_train.jsonl \
                                                 --mt-bench mt_bench.jsonl --gsm8k gsm8k.jsonl
     python -m benchmarks.train_smollm2 train    --work W --target T --minutes 17 --call-minutes 9.2   # run twice
-    python -m benchmarks.train_smollm2 evaluate --work W --target T
     python -m benchmarks.train_smollm2 pack     --work W --target T --out DIR
 
 `data`: the target writes prompts and answers them, and answers the questions of gsm8k_train; prompts of mt_bench and
 gsm8k are answered apart, to be measured on, and never trained on. `train` continues where the last run stopped; its
 schedule ends after `--minutes` of steps over all runs, and `--call-minutes` bound one call, start-up included.
-`evaluate`: τ of a chain of 7, trees of 15 and 60, as an engine walks the target's own answers. `pack`: int8, with τ
-before and after. Every stage prints what its time went into. `train --init-from DIR` begins with a drafter that is
-there; `train --method eagle3` trains another kind on these tokens, and `speculation drafter` measures it.
+`pack`: int8, with τ of a chain of 7, trees of 15 and 60 before and after, walked as an engine walks the target's own
+answers. Every stage prints what its time went into. `train --init-from DIR` begins with a drafter that is
+there; `speculation drafter --answers W/answers.json` counts τ by the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 
 from benchmarks.harness import finish
 from paceline.drafters.block.config import W2
-from paceline.drafters.methods import DSPARK, EAGLE3
+from paceline.drafters.methods import DSPARK
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import choose_device
 from paceline.sampling_params import SamplingParams
@@ -53,27 +52,18 @@ SHAPES = {"chain 7": (7, True), "tree 15": (15, False), "tree 60": (60, False)}
 RECIPE = "recipe.json"  # of a training, for the card
 ANSWERS = "answers.json"  # of the prompts that are measured on
 BEGAN = time.perf_counter()
+Costs = dict[str, float]  # seconds by what they went into
 SPARE_S = 25  # of a call: for imports before it, the last checkpoint and the drafter
 SHIPPED_BYTES, FILE_BYTES = 28_000_000, 16_000_000
 
 
-class Costs:
-    """Seconds by what they went into."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
-
-    def words(self) -> str:
-        largest = sorted(self.seconds.items(), key=lambda item: -item[1])[:3]
-        return "costs: " + ", ".join(f"{what} {seconds:.1f} s" for what, seconds in largest)
+@contextmanager
+def spent(costs: Costs, what: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        costs[what] = costs.get(what, 0.0) + time.perf_counter() - began
 
 
 def say(text: str) -> None:
@@ -86,7 +76,7 @@ def say(text: str) -> None:
 def data(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     began = time.perf_counter()
     deadline = began + 60 * args.minutes
-    with costs.of("starting the engine"):
+    with spent(costs, "starting the engine"):
         llm = open_generator(args.target, args.device, args.rows)
     say(f"engine started in {time.perf_counter() - began:.0f} s")
     store = TokenStore(args.work / "tokens", llm.config.vocab_size)
@@ -97,12 +87,12 @@ def data(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         return tokenizer.encode_each(texts, add_special_tokens=False)
 
     if not (args.work / ANSWERS).exists():
-        with costs.of("answers to measure on"):
+        with spent(costs, "answers to measure on"):
             measured = {}
             for path in (args.mt_bench, args.gsm8k):
                 given = prompts(path) if path is not None else []
                 for temperature in (0.0, 0.7) if given else ():
-                    params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, max_tokens=args.max_tokens)
+                    params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, max_tokens=256)
                     outputs = llm.generate(given, params)
                     measured[f"{path.stem} T {temperature:g}"] = [
                         (prompt, output.outputs[0].token_ids) for prompt, output in zip(given, outputs, strict=True)
@@ -110,10 +100,10 @@ def data(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
             (args.work / ANSWERS).write_text(json.dumps(measured))
     maker = Maker(llm, store, args.length, say)
     if args.gsm8k_train is not None:
-        with costs.of("answers to gsm8k_train"):
+        with spent(costs, "answers to gsm8k_train"):
             maker.answer_prompts(prompts(args.gsm8k_train), "gsm8k_train", answers=3, deadline=deadline)
-    with costs.of("prompts and answers of the target"):
-        maker.synthesise(args.synthesise, deadline=deadline, answers=args.answers)
+    with spent(costs, "prompts and answers of the target"):
+        maker.synthesise(args.synthesise, deadline=deadline, answers=2)
     sequences = store.read()
     llm.close()
     return {"sequences": len(sequences), "tokens": len(sequences.tokens), "answer_tokens": int(sequences.answer.sum())}
@@ -125,45 +115,34 @@ def opened(args: argparse.Namespace, costs: Costs) -> FrozenTarget:
     if on_gpu:
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")
-    with costs.of("opening the target"):
-        return FrozenTarget(
-            resolve(args.target), device, torch.bfloat16 if on_gpu else torch.float32, compiled=on_gpu and args.compile
-        )
+    with spent(costs, "opening the target"):
+        return FrozenTarget(resolve(args.target), device, torch.bfloat16 if on_gpu else torch.float32, compiled=on_gpu)
 
 
 def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     target = opened(args, costs)
     config = target.config
-    with costs.of("packing rows"):
+    with spent(costs, "packing rows"):
         store = TokenStore(args.work / "tokens", config.vocab_size)
         sequences = store.read()
         apart = held_out(sequences, HELD_OUT)
         learnt, tested = sequences.chosen(~apart), sequences.chosen(apart)
         rows = packed(learnt, args.length)
-        vocabulary = draft_vocabulary(learnt, args.draft_vocab, config.vocab_size, config.eos_token_ids)
     filled = float((rows.segments > 0).mean())
-    share = float(
-        torch.isin(torch.from_numpy(learnt.tokens.astype("int64")), torch.from_numpy(vocabulary)).float().mean()
-    )
-    say(
-        f"{len(rows):,} rows of {args.length}, {filled:.0%} full, {int(learnt.answer.sum()):,} answer tokens; "
-        f"{len(vocabulary):,} draft tokens are {share:.2%} of them"
-    )
-    sizes = {name: getattr(args, name) for name in ("draft_vocab", "anchors", "ce", "tv", "temperature")}
-    if args.method == DSPARK:
-        sizes |= {name: getattr(args, name) for name in ("layers", "block", "rank", "portable")}
-        sizes["num_taps"] = args.taps
+    say(f"{len(rows):,} rows of {args.length}, {filled:.0%} full, {int(learnt.answer.sum()):,} answer tokens")
     context = TraineeContext(
         target=target,
         name=TARGET,
-        sizes=sizes,
-        vocabulary=lambda _: torch.from_numpy(vocabulary),
+        sizes={"temperature": args.temperature},
+        vocabulary=lambda size: torch.from_numpy(
+            draft_vocabulary(learnt, size, config.vocab_size, config.eos_token_ids)
+        ),
         init_from=args.init_from,
-        seed=args.seed,
-        compiled=target.device.type == "cuda" and args.compile,
+        seed=0,
+        compiled=target.device.type == "cuda",
         answers=spread(tested if len(tested) else learnt, args.length),
     )
-    built = build_trainee(args.method, context)
+    built = build_trainee(DSPARK, context)
     trainee = built.trainee
     loop_config = LoopConfig(
         rows=args.rows or 64,
@@ -172,21 +151,17 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         stop_minutes=None,
         lr=args.lr,
         warmup=args.warmup,
-        weight_decay=args.weight_decay,
-        ema=args.ema,
         optimizer=args.optimizer,
-        seed=args.seed,
-        log_s=args.log_s,
         save_s=150,
         measure_s=args.measure_s,
     )
 
     def measure(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        with costs.of("measuring τ"):
+        with spent(costs, "measuring τ"):
             return built.measure(parameters) if built.measure is not None else {}
 
-    sampler = RowSampler(rows.source, _mix(args.mix, store), args.seed)
-    folder = args.work / (args.name or args.method)
+    sampler = RowSampler(rows.source, _mix(args.mix, store), 0)
+    folder = args.work / (args.name or DSPARK)
     device_rows = DeviceRows.of(rows, target.device)
     loop = Loop(trainee, target, device_rows, sampler, loop_config, folder, report=say, measure=measure)
     if (folder / STATE).exists():
@@ -194,7 +169,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         say(f"continues at step {loop.progress.step}, after {loop.progress.elapsed_s:.0f} s of steps")
     size = sum(one.numel() for one in trainee.parameters.values())
     say(f"{size:,} parameters, taps {trainee.taps}, {loop_config}")
-    with costs.of("compiling, and the first step"):
+    with spent(costs, "compiling, and the first step"):
         loop.trainee.loss(
             loop.rows.batch(
                 torch.arange(loop_config.rows, device=target.device) % len(rows), target, trainee.taps, (0, 0)
@@ -206,7 +181,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     _profile(loop)
     left = args.call_minutes - (time.perf_counter() - BEGAN + SPARE_S) / 60
     loop.config = replace(loop_config, stop_minutes=max(left, 0.05))
-    with costs.of("steps"):
+    with spent(costs, "steps"):
         loop.run()
     publish(folder, lambda where: trainee.save(where, loop.averaged()))
     begun = "a drafter trained before" if args.init_from is not None else "random weights"
@@ -220,7 +195,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     (folder / RECIPE).write_text(json.dumps(recipe))
     if loop.progress.curve:
         loop.progress.curve[-1] |= measure(loop.averaged())
-    write_curve(folder, loop.progress.curve, f"{args.method} for {TARGET}")
+    write_curve(folder, loop.progress.curve, f"{DSPARK} for {TARGET}")
     last = loop.progress.curve[-1] if loop.progress.curve else {}
     return {"steps": loop.progress.step, "seconds": loop.progress.elapsed_s, "parameters": size, **last}
 
@@ -248,13 +223,6 @@ def _profile(loop: Loop) -> None:
     )
 
 
-def evaluate(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
-    target = opened(args, costs)
-    trainee = DSparkTrainee.from_folder(args.drafter or args.work / (args.name or DSPARK), target)
-    with costs.of("walking"):
-        return figures(args, trainee)
-
-
 def figures(args: argparse.Namespace, trainee: DSparkTrainee) -> dict[str, Any]:
     answers = json.loads((args.work / ANSWERS).read_text())
     found: dict[str, Any] = {}
@@ -267,7 +235,7 @@ def figures(args: argparse.Namespace, trainee: DSparkTrainee) -> dict[str, Any]:
             row[f"{shape}, no loops"] = tau(walks, without_loops=True)
             if chain:
                 row["loops"] = f"{sum(one.loops for one in walks)} of {len(walks)}"
-                depths = _rounded(by_depth(walks))
+                depths = [round(one, 3) for one in by_depth(walks)]
         found[name] = row
         say(f"{name}: " + ", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
         say(f"{name}: chain accepted by depth {depths}")
@@ -280,13 +248,13 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     trainee = DSparkTrainee.from_folder(folder, target)
     store = TokenStore(args.work / "tokens", target.config.vocab_size)
     sequences = store.read()
-    with costs.of("choosing a temperature"):
+    with spent(costs, "choosing a temperature"):
         softened = soften(trainee, args.soften, spread(sequences.chosen(held_out(sequences, HELD_OUT)), args.length))
-    with costs.of("walking"):
+    with spent(costs, "walking"):
         say("before:")
         before = figures(args, trainee)
     publish(args.out, lambda where: trainee.save(where, int8=True))
-    with costs.of("walking"):
+    with spent(costs, "walking"):
         say("after:")
         after = figures(args, DSparkTrainee.from_folder(args.out, target))
     files = {file.name: file.stat().st_size for file in args.out.iterdir() if file.suffix in (".safetensors", ".json")}
@@ -351,16 +319,12 @@ def _mix(given: str | None, store: TokenStore) -> dict[int, float] | None:
     return {store.sources.index(name): float(weight) for name, weight in pairs.items()}
 
 
-def _rounded(values: list[float]) -> list[float]:
-    return [round(one, 3) for one in values]
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-STAGES = {"data": data, "train": trained, "evaluate": evaluate, "pack": pack}
+STAGES = {"data": data, "train": trained, "pack": pack}
 
 
 def main() -> None:
@@ -380,32 +344,15 @@ def main() -> None:
     of_data.add_argument("--mt-bench", type=Path)
     of_data.add_argument("--gsm8k", type=Path)
     of_data.add_argument("--synthesise", type=int, default=1_000_000, help="prompts at most; the time ends it")
-    of_data.add_argument("--answers", type=int, default=2, help="to each prompt of the target's own")
-    of_data.add_argument("--max-tokens", type=int, default=256, help="of answers that are measured on")
     of_train = parser.add_argument_group("train")
-    of_train.add_argument("--method", default=DSPARK, choices=(DSPARK, EAGLE3))
     of_train.add_argument("--steps", type=int, help="instead of minutes")
     of_train.add_argument("--init-from", type=Path)
-    of_train.add_argument("--layers", type=int, default=5)
-    of_train.add_argument("--block", type=int, default=8)
-    of_train.add_argument("--taps", type=int, default=5)
-    of_train.add_argument("--rank", type=int, default=128)
-    of_train.add_argument("--draft-vocab", type=int, default=16_384)
-    of_train.add_argument("--anchors", type=int, default=64)
-    of_train.add_argument("--ce", type=float, default=0.3)
-    of_train.add_argument("--tv", type=float, default=0.7)
     of_train.add_argument("--temperature", type=float, default=1.0)
     of_train.add_argument("--lr", type=float, default=1e-3)
     of_train.add_argument("--warmup", type=int, default=200)
-    of_train.add_argument("--weight-decay", type=float, default=0.05)
-    of_train.add_argument("--ema", type=float, default=0.999)
     of_train.add_argument("--optimizer", default="adamw")
-    of_train.add_argument("--seed", type=int, default=0)
     of_train.add_argument("--mix", help="weights of sources: synthetic=0.8,gsm8k_train=0.2; by size if unset")
-    of_train.add_argument("--portable", action="store_true")
-    of_train.add_argument("--log-s", type=float, default=15.0)
     of_train.add_argument("--measure-s", type=float, default=120.0)
-    of_train.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--drafter", type=Path, help="another folder than the work folder's")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--soften", type=float, nargs="+", default=[1.0], help="temperatures that `pack` chooses from")
@@ -415,8 +362,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     costs, began = Costs(), time.perf_counter()
     result = STAGES[args.stage](args, costs)
-    say(f"{args.stage} took {time.perf_counter() - began:.0f} s; {costs.words()}")
-    finish(f"train_smollm2 {args.stage}", {"result": result, "costs": costs.seconds})
+    say(f"{args.stage} took {time.perf_counter() - began:.0f} s; costs: {costs}")
+    finish(f"train_smollm2 {args.stage}", {"result": result, "costs": costs})
 
 
 if __name__ == "__main__":

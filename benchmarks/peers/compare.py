@@ -4,7 +4,7 @@ Every configuration is a process of its own, in its peer's environment (environm
 A prompt is answered by all of them one after the other, in an order drawn anew, while the others sleep. What a peer
 cannot do costs its own figures only. The last line is JSON.
 
-    python -m benchmarks.peers.compare --environments DIR [--gguf FILE] [--rows FILE --minutes 4]
+    python -m benchmarks.peers.compare --environments DIR [--gguf FILE] [--minutes 4]
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Turns, Watch, expanded_folder, finish, settle
+from benchmarks.harness import Watch, expanded_folder, finish, settle
 from benchmarks.peers.configurations import REFERENCE, Configuration, configurations, quantisation, select
 from benchmarks.peers.float_gguf import write_float_gguf
 from benchmarks.peers.prompts import Prompt, make_prompts
-from benchmarks.peers.report import beside_the_best, cells, summary, table
-from benchmarks.peers.rows import Rows
+from benchmarks.peers.report import beside_the_best, cells, figure, table
 from benchmarks.peers.workers import (
     HERE,
     OURS,
@@ -49,6 +48,13 @@ WARM_UP = Prompt(name="warm up", workload="chat", text="Tell me about the sea an
 WARM_UP_TOKENS = 64  # every library compiles, and paceline's policy tries its ways to draft, before the clock runs
 
 Request = dict[str, Any]
+
+
+@dataclass
+class Measured:
+    rows: list[dict[str, Any]] = field(default_factory=list)  # one for each prompt
+    failures: dict[str, str] = field(default_factory=dict)  # by configuration
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # what workers report of themselves
 
 
 def main() -> None:
@@ -80,16 +86,15 @@ def compare(args: argparse.Namespace) -> None:
             "k": args.k,
             "threads": args.threads,
             "prompts": f"copy and {args.prompts.name if args.prompts else 'chat'}",
-            "configurations": [configuration.name for configuration in chosen],
+            "prompts_asked": len(prompts),
         }
-        rows = Rows(args.rows, settings)
-        make = Requests(folder, args)
-        requests = [(prompt, make(prompt, args.max_tokens)) for prompt in prompts if prompt.name not in rows.done]
-        if requests:
-            launch = partial(start, folder=folder, work=work, args=args)
-            warm_up = make(WARM_UP, min(WARM_UP_TOKENS, args.max_tokens))
-            measure(chosen, launch, warm_up, requests, rows, Turns(args.lock), args.threads, args.minutes)
-    report(chosen, rows, settings, unmeasured=len(prompts) - len(rows.rows))
+        make = request_maker(folder, args.seed)
+        requests = [(prompt, make(prompt, args.max_tokens)) for prompt in prompts]
+        launch = partial(start, folder=folder, work=work, args=args)
+        warm_up = make(WARM_UP, min(WARM_UP_TOKENS, args.max_tokens))
+        measured = Measured()
+        measure(chosen, launch, warm_up, requests, measured, args.threads, args.minutes)
+    report(chosen, measured, settings)
 
 
 def parse() -> argparse.Namespace:
@@ -98,32 +103,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="an alias or a folder with safetensors")
     parser.add_argument("--gguf", type=Path, help="a quantised file of the same weights, for llama.cpp and OpenVINO")
     parser.add_argument("--prompts", type=Path, help='jsonl of {"turns"} to ask instead of our own chat')
-    parser.add_argument("--per-workload", type=_positive, default=12)
-    parser.add_argument("--max-tokens", type=_positive, default=96)
-    parser.add_argument("--temperature", type=_temperature, nargs="+", default=[0.0])
+    parser.add_argument("--per-workload", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--k", type=_positive, default=8, help="tokens drafted ahead, by every peer")
-    parser.add_argument("--threads", type=_positive, default=2)
+    parser.add_argument("--k", type=int, default=8, help="tokens drafted ahead, by every peer")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="+", metavar="PEER", help="paceline, transformers, vllm, llama_cpp, openvino")
-    parser.add_argument("--rows", type=Path, help="keep what is measured here, and go on from there")
-    parser.add_argument("--minutes", type=float, help="begin no prompt after this time; with --rows, go on later")
-    parser.add_argument("--lock", type=Path, help="a lock file other benchmarks on this machine take too: take turns")
+    parser.add_argument("--minutes", type=float, help="begin no prompt after this time")
     parser.add_argument("--work", type=Path, help="folder for logs, the float32 GGUF and paceline's policy memory")
     return parser.parse_args()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 2, got {text}")
-    return value
 
 
 @contextmanager
@@ -146,19 +135,17 @@ def start(configuration: Configuration, folder: Path, work: Path, args: argparse
     return Worker(configuration.name, command, environment, log, first_cores(args.threads))
 
 
-class Requests:
-    """Texts as every worker gets them: token ids, through the model's own chat template."""
+def request_maker(folder: Path, seed: int) -> Callable[[Prompt, int], Request]:
+    """Return what turns a text into what every worker gets: token ids, through the model's own chat template."""
+    tokenizer, settings = Tokenizer.from_path(folder), {"seed": seed, "eos": list(load_config(folder).eos_token_ids)}
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        self._tokenizer = Tokenizer.from_path(folder)
-        eos = list(load_config(folder).eos_token_ids)
-        self._settings = {"seed": args.seed, "eos": eos}
-
-    def __call__(self, prompt: Prompt, max_tokens: int) -> Request:
-        tokens = self._tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
+    def make(prompt: Prompt, max_tokens: int) -> Request:
+        tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
         if len(tokens) + max_tokens > MAX_CONTEXT:
             raise SystemExit(f"a prompt of {len(tokens)} tokens and {max_tokens} more exceed {MAX_CONTEXT}")
-        return {"prompt": tokens, "max_tokens": max_tokens, "temperature": prompt.temperature} | self._settings
+        return {"prompt": tokens, "max_tokens": max_tokens, "temperature": prompt.temperature} | settings
+
+    return make
 
 
 def measure(
@@ -166,39 +153,34 @@ def measure(
     launch: Callable[[Configuration], Worker],
     warm_up: Request,
     requests: Sequence[tuple[Prompt, Request]],
-    rows: Rows,
-    turns: Turns,
+    measured: Measured,
     cores: int,
     minutes: float | None = None,
 ) -> None:
-    """Loads every worker, then asks them all; Ctrl-C and `minutes` leave what was measured."""
+    """Load every worker, then ask them all; Ctrl-C and `minutes` leave what was measured."""
     started = time.perf_counter()
     workers: dict[str, Worker] = {}
     try:
         for configuration in chosen:  # one after the other: loading takes all cores
-            turns.take()
-            with surviving(configuration.name, workers, rows):
+            with surviving(configuration.name, workers, measured):
                 workers[configuration.name] = launch(configuration)
-                rows.note(configuration.name, workers[configuration.name].ready())
+                measured.about[configuration.name] = workers[configuration.name].ready()
                 workers[configuration.name].ask(warm_up)
         for prompt, request in requests:
             if not workers or (minutes is not None and time.perf_counter() - started > 60 * minutes):
                 break
-            turns.take()
-            answered = ask_all(workers, request, prompt.name, rows, cores)
+            answered = ask_all(workers, request, prompt.name, measured, cores)
             about = {"name": prompt.name, "workload": prompt.workload, "greedy": prompt.temperature == 0}
-            rows.add(about | answered)
-            print(f"{len(rows.rows)} prompts, {len(workers)} workers", file=sys.stderr)
+            measured.rows.append(about | answered)
+            print(f"{len(measured.rows)} prompts, {len(workers)} workers", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: reporting what was measured", file=sys.stderr)
     finally:
-        for name, worker in workers.items():
-            rows.note(name, {"peak_bytes": worker.peak_bytes(), "held_bytes": worker.held_bytes()})
+        for worker in workers.values():
             worker.stop()
-        turns.close()
 
 
-def ask_all(workers: dict[str, Worker], request: Request, name: str, rows: Rows, cores: int) -> dict[str, Any]:
+def ask_all(workers: dict[str, Worker], request: Request, name: str, measured: Measured, cores: int) -> dict[str, Any]:
     """One prompt, answered by every worker still running, in this prompt's own order.
 
     `idle` is the share of the cores that workers took which should have slept, `foreign` what all else took: the most
@@ -211,7 +193,7 @@ def ask_all(workers: dict[str, Worker], request: Request, name: str, rows: Rows,
         present = dict(workers)
         settle(list(present.values()), cores)
         watch = Watch(list(present.values()), cores)
-        with surviving(each, workers, rows):
+        with surviving(each, workers, measured):
             row["answers"][each] = asdict(workers[each].ask(request))
             spent, foreign = watch.shares()
             idle = sum(share for other, share in zip(present, spent, strict=True) if other != each)
@@ -220,37 +202,34 @@ def ask_all(workers: dict[str, Worker], request: Request, name: str, rows: Rows,
 
 
 @contextmanager
-def surviving(name: str, workers: dict[str, Worker], rows: Rows) -> Iterator[None]:
+def surviving(name: str, workers: dict[str, Worker], measured: Measured) -> Iterator[None]:
     """A worker that fails is written down and stopped; the run goes on without it."""
     try:
         yield
     except WorkerFailed as error:
-        rows.fail(name, str(error))
+        measured.failures[name] = str(error)
         print(f"{name} is out: {error}", file=sys.stderr)
         if name in workers:
             workers.pop(name).stop()
 
 
-def report(chosen: Sequence[Configuration], rows: Rows, settings: dict[str, Any], unmeasured: int) -> None:
+def report(chosen: Sequence[Configuration], measured: Measured, settings: dict[str, Any]) -> None:
     ours = [configuration.name for configuration in chosen if configuration.peer == OURS]
     peers = [configuration.name for configuration in chosen if configuration.peer != OURS]
     plain_of = {configuration.name: configuration.plain for configuration in chosen}
-    found = cells(rows.rows, plain_of, ours=ours, peers=peers, reference=REFERENCE)
-    best = beside_the_best(rows.rows, ours=ours, peers=peers, reference=REFERENCE)
-    precision = {name: str(about.get("precision", "?")) for name, about in rows.about.items()}
-    print(table(found, precision))
-    print(summary(best))
-    for name, why in rows.failures.items():
+    found = cells(measured.rows, plain_of, reference=REFERENCE)
+    best = beside_the_best(measured.rows, ours=ours, peers=peers)
+    print(table(found))
+    for entry in best:
+        print(f"{entry['workload']}: {entry['configuration']} {figure(entry['faster'])} of {entry['best_peer']}")
+    for name, why in measured.failures.items():
         print(f"\n{name} is incomplete: {why}")
-    if unmeasured:
-        print(f"\n{unmeasured} prompts are not measured yet; run again with the same --rows to go on")
     result = settings | {
-        "prompts_measured": len(rows.rows),
-        "prompts_left": unmeasured,
-        "most_idle": max((row["idle"] for row in rows.rows), default=0.0),
-        "most_foreign": max((row["foreign"] for row in rows.rows), default=0.0),
+        "prompts_measured": len(measured.rows),
+        "most_idle": max((row["idle"] for row in measured.rows), default=0.0),
+        "most_foreign": max((row["foreign"] for row in measured.rows), default=0.0),
     }
-    finish("peers", result | {"about": rows.about, "failures": rows.failures, "cells": found, "best": best})
+    finish("peers", result | {"about": measured.about, "failures": measured.failures, "cells": found, "best": best})
 
 
 if __name__ == "__main__":

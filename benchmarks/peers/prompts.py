@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from benchmarks.harness import prompts_of as copying
+from benchmarks.harness import prompts_of
 
 CHAT = [
     "My neighbour plays loud music late at night. How do I bring it up without starting a quarrel?",
@@ -36,40 +35,25 @@ class Prompt:
 
 def make_prompts(per_workload: int, temperatures: Sequence[float], chat: Path | None = None) -> list[Prompt]:
     """Copying and chat, every prompt at every temperature; `chat` is a file of prompts to ask instead of our own."""
-    title, texts = (chat.stem, prompts_of(chat)) if chat else ("chat", CHAT)
+    title, texts = (chat.stem, first_turns(chat)) if chat else ("chat", CHAT)
     workloads = [
         [
             Prompt(name=f"{workload}/{at} T={t:g}", workload=f"{workload}, T {t:g}", text=text, temperature=t)
             for at, text in _spread(texts, per_workload)
         ]
-        for workload, texts in (("copy", _copy_texts()), (title, texts))
+        for workload, texts in (("copy", first_turns()), (title, texts))
         for t in temperatures
     ]
     return _alternating(workloads)
 
 
+def first_turns(*paths: Path) -> list[str]:
+    return [str(prompt["turns"][0]) for prompt in prompts_of([*map(str, paths)])]
+
+
 def _spread(texts: Sequence[str], count: int) -> list[tuple[int, str]]:
     """`count` of them from all over the list, which may be sorted by subject."""
     return list(enumerate(texts))[:: max(1, len(texts) // count)][:count]
-
-
-def _copy_texts() -> list[str]:
-    return [str(turns[0]) for prompt in copying() if isinstance(turns := prompt["turns"], list)]
-
-
-def prompts_of(path: Path) -> list[str]:
-    """jsonl of {"turns"}: the first turn of each."""
-    texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            texts.append(str(json.loads(line)["turns"][0]))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise SystemExit(f'{path}, line {number}: not {{"turns": [...]}} ({error})') from error
-    if not texts:
-        raise SystemExit(f"{path} holds no prompts")
-    return texts
 
 
 def _alternating(workloads: list[list[Prompt]]) -> list[Prompt]:

@@ -116,21 +116,6 @@ class Worker:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def peak_bytes(self) -> int:
-        """The most memory it has held, pages of mapped files included; 0 where the system does not say."""
-        return self._status_bytes("VmHWM")
-
-    def held_bytes(self) -> int:
-        """Memory of its own now, without pages of mapped files; 0 where the system does not say."""
-        return self._status_bytes("RssAnon")
-
-    def _status_bytes(self, field: str) -> int:
-        try:
-            status = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        except OSError:
-            return 0
-        return next((int(line.split()[1]) * 1024 for line in status if line.startswith(field)), 0)
-
     def stop(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness import Turns
 from benchmarks.peers import compare
 from benchmarks.peers.configurations import Configuration, configurations, select
 from benchmarks.peers.float_gguf import write_float_gguf
@@ -27,7 +26,6 @@ from benchmarks.peers.report import (
     faster,
     rate,
 )
-from benchmarks.peers.rows import Rows
 from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, interpreter
 from paceline.errors import UnsupportedModel
 from paceline.files.gguf import GGUFFile
@@ -121,9 +119,9 @@ def test_a_worker_that_fails_says_how_and_where_to_look(fake, mode: str, answers
 # -- a run
 
 
-def measured(fake, tmp_path: Path, modes: list[str], prompts: int = 5) -> Rows:
+def measured(fake, tmp_path: Path, modes: list[str], prompts: int = 5) -> compare.Measured:
     """A run over fake workers, one per mode; the first is the reference."""
-    rows = Rows(tmp_path / "rows.jsonl", {"max_tokens": 4})
+    rows = compare.Measured()
     chosen = [Configuration(name=mode, peer="fake", method="plain", plain=mode) for mode in modes]
     asked = [(Prompt(name=f"copy/{at}", workload="copy", text=""), REQUEST) for at in range(prompts)]
 
@@ -132,7 +130,7 @@ def measured(fake, tmp_path: Path, modes: list[str], prompts: int = 5) -> Rows:
             interpreter("llama_cpp", tmp_path)
         return fake(configuration.name)
 
-    compare.measure(chosen, launch, REQUEST, asked, rows, Turns(None), cores=2)
+    compare.measure(chosen, launch, REQUEST, asked, rows, cores=2)
     return rows
 
 
@@ -158,23 +156,6 @@ def test_an_answer_with_other_tokens_is_reported_as_disagreement(fake, tmp_path:
     assert rows.rows[0]["answers"]["overrun"]["overran"] == 4
 
 
-def test_a_run_goes_on_where_its_file_ends_and_refuses_other_settings(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    first = Rows(path, {"k": 8})
-    first.add({"name": "copy/0"})
-    first.fail("vllm plain", "crashed")
-    first.note("paceline none", {"precision": "fp32"})
-    again = Rows(path, {"k": 8})
-    assert again.done == {"copy/0"}
-    assert again.failures == {"vllm plain": "crashed"}
-    assert again.about == {"paceline none": {"precision": "fp32"}}
-    with pytest.raises(SystemExit, match=r"other settings \(k\)"):
-        Rows(path, {"k": 4})
-    path.write_text("{broken\n")
-    with pytest.raises(SystemExit, match="not a file of rows"):
-        Rows(path, {"k": 8})
-
-
 # -- the figures
 
 
@@ -187,13 +168,13 @@ def row(name: str, foreign: float = 0.0, **answers: tuple[int, float]) -> dict[s
 
 
 def test_rates_and_ratios_are_those_of_all_prompts_together() -> None:
-    rows = [row(str(at), plain=(10, 1.0), lookup=(20, 1.0)) for at in range(5)]
-    assert rate([entry["answers"]["plain"] for entry in rows]) == pytest.approx(10.0)
+    rows = [row(str(at), plain=(50, 1.0), lookup=(100, 1.0)) for at in range(5)]
+    assert rate([entry["answers"]["plain"] for entry in rows]) == pytest.approx(50.0)
     assert faster(rows, "lookup", "plain") == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0, "prompts": 5})
 
 
 def test_the_interval_spans_what_prompts_differ_in() -> None:
-    rows = [row(str(at), plain=(10, 1.0), lookup=(10, 1.0 if at % 2 else 0.25)) for at in range(10)]
+    rows = [row(str(at), plain=(30, 1.0), lookup=(30, 1.0 if at % 2 else 0.25)) for at in range(10)]
     found = faster(rows, "lookup", "plain")
     assert found is not None
     assert found["ratio"] == pytest.approx(10 / 6.25)
@@ -201,7 +182,7 @@ def test_the_interval_spans_what_prompts_differ_in() -> None:
 
 
 def test_ratios_come_from_prompts_that_both_answered_and_not_from_too_few() -> None:
-    rows = [row(str(at), plain=(10, 1.0)) for at in range(9)] + [row("x", plain=(10, 1.0), lookup=(10, 0.1))]
+    rows = [row(str(at), plain=(50, 1.0)) for at in range(9)] + [row("x", plain=(50, 1.0), lookup=(50, 0.1))]
     assert faster(rows, "lookup", "plain") is None
 
 
