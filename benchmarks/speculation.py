@@ -11,7 +11,7 @@ policies, at temperature 0.7 with another seed.
     python -m benchmarks.speculation                                   # copying
     python -m benchmarks.speculation --prompts mt_bench.jsonl --per-category 2 --lookups --fixed dspark:4 --whole
     python -m benchmarks.speculation --prompts mt_bench.jsonl --batch 4 --fixed suffix:1 suffix:2
-    python -m benchmarks.speculation drafter --drafter DIR --prompts mt_bench.jsonl   # τ and time of a block drafter
+    python -m benchmarks.speculation drafter --drafter DIR --prompts mt_bench.jsonl   # τ of a block drafter
     python -m benchmarks.speculation drafter --drafter DIR --answers W/answers.json   # τ on kept answers
 """
 
@@ -219,7 +219,7 @@ def report(names: list[str], rows: list[dict[str, Any]], temperature: float, res
             print(f"    {name:18} {shown(entry)}" + (f" τ {entry['tau']:.2f}" if "tau" in entry else "") + share)
 
 
-# -- trained drafters: τ, and the time of a draft
+# -- τ of a trained drafter
 
 
 def drafter(args: argparse.Namespace) -> None:
@@ -239,74 +239,47 @@ def drafter(args: argparse.Namespace) -> None:
         }
     results = []
     for shape in args.shapes:
-        for rows in args.rows:
-            engine, watches = engine_with(target, args.drafter, *SHAPES[shape], rows)
-            for name, pairs in sets.items():
-                temperature = float(name.rpartition(" T ")[2])
-                params = params_of(temperature, args.max_tokens, args.seed, top_p=1.0, top_k=0).resolve({})
-                sequences, started = [], time.perf_counter()
-                watches.clear()
-                for first in range(0, len(pairs), rows):
-                    for at, (prompt, _) in enumerate(pairs[first : first + rows], start=first):
-                        sequences += engine.add_request(f"{name} {at}", prompt, params)
-                    while engine.has_work:
-                        engine.step()
-                seconds, stats = time.perf_counter() - started, sequences[0].stats
-                if target.loaded.decoder.device.type == "cuda":
-                    torch.cuda.synchronize()
-                for one in sequences[1:]:
-                    stats.merge(one.stats)
-                plain = [answer and answer[: args.max_tokens] for _, answer in pairs]
-                row = {
-                    "set": name,
-                    "shape": shape,
-                    "rows": rows,
-                    "tau": stats.mean_acceptance_length,
-                    "by_depth": [round(each / stats.num_drafts, 3) for each in stats.accepted_per_position],
-                    "draft_ms": statistics.median([1e3 * watch.seconds for watch in watches] or [0.0]),
-                    "tokens_s": sum(one.num_output for one in sequences) / seconds,
-                    "plain_answers": sum(
-                        one.output_tokens == other for one, other in zip(sequences, plain, strict=True)
-                    ),
-                }
-                results.append(row)
-                print(row, flush=True)
-            engine.close()
-    finish("drafter", {"device": str(target.loaded.decoder.device), "cells": results})
+        engine = engine_with(target, args.drafter, *SHAPES[shape], args.rows)
+        for name, pairs in sets.items():
+            temperature = float(name.rpartition(" T ")[2])
+            params = params_of(temperature, args.max_tokens, args.seed, top_p=1.0, top_k=0).resolve({})
+            sequences = []
+            for first in range(0, len(pairs), args.rows):
+                for at, (prompt, _) in enumerate(pairs[first : first + args.rows], start=first):
+                    sequences += engine.add_request(f"{name} {at}", prompt, params)
+                while engine.has_work:
+                    engine.step()
+            stats = sequences[0].stats
+            for one in sequences[1:]:
+                stats.merge(one.stats)
+            plain = [answer and answer[: args.max_tokens] for _, answer in pairs]
+            row = {
+                "set": name,
+                "shape": shape,
+                "tau": stats.mean_acceptance_length,
+                "by_depth": [round(each / stats.num_drafts, 3) for each in stats.accepted_per_position],
+                "plain_answers": sum(one.output_tokens == other for one, other in zip(sequences, plain, strict=True)),
+            }
+            results.append(row)
+            print(row, flush=True)
+        engine.close()
+    finish("drafter", {"device": str(target.loaded.decoder.device), "rows": args.rows, "cells": results})
 
 
-def engine_with(target: Any, folder: str, beam: int, nodes: int, rows: int) -> tuple[Any, list[Any]]:
-    """Return an engine with the drafter of a folder, and a list to which a stopwatch of each draft is appended."""
+def engine_with(target: Any, folder: str, beam: int, nodes: int, rows: int) -> Any:
+    """Return an engine with the block drafter of a folder."""
     from paceline import build
     from paceline.config import EngineConfig, SpeculationConfig
     from paceline.drafters.block.drafter import DSparkDrafter
+    from paceline.drafters.methods import DSPARK
     from paceline.engine.engine import Engine
     from paceline.engine.policy.adaptive import AdaptivePolicy
-    from paceline.platform.device_timer import Stopwatch
-    from paceline.training.export import method_of
 
-    method, speculation = method_of(Path(folder)), SpeculationConfig(method=AUTO, drafter=folder)
-    context = build.drafter_context(target.loaded, speculation)
-    if method in ("dspark", "dflash"):
-        one: Any = DSparkDrafter.from_context(context, method, beam)
-    else:
-        (one,) = [each for each in build.make_drafters(target.loaded, speculation) if each.name == method]
-        if beam == 1 and hasattr(one, "top_k"):
-            one.top_k = 1  # before the engine binds it: it captures drafts of this width
-    watches: list[Any] = []
-    propose, on_cuda = one.propose, target.loaded.decoder.device.type == "cuda"
-
-    def timed(*arguments: Any) -> Any:
-        with Stopwatch(on_cuda) as watch:
-            draft = propose(*arguments)
-        watches.append(watch)
-        return draft
-
-    one.propose = timed
+    context = build.drafter_context(target.loaded, SpeculationConfig(method=AUTO, drafter=folder))
+    one = DSparkDrafter.from_context(context, DSPARK, beam)
     config = EngineConfig(max_num_seqs=rows, max_num_batched_tokens=max(1024, 2 * (nodes + 1) * rows))
-    policy = AdaptivePolicy(method, nodes)
-    loaded = target.loaded
-    return Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=[one], policy=policy), watches
+    policy, loaded = AdaptivePolicy(DSPARK, nodes), target.loaded
+    return Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=[one], policy=policy)
 
 
 def main() -> None:
@@ -326,10 +299,10 @@ def main() -> None:
     parser.add_argument("--lookups", action="store_true", help="auto without the trained drafter beside it")
     parser.add_argument("--dtype", default="auto", help="of the weights; float32: expanded")
     parser.add_argument("--activations", default="float32", choices=("float32", "int8"))
-    parser.add_argument("--drafter", help="folder of a trained drafter")
+    parser.add_argument("--drafter", help="of drafter: folder of a trained block drafter")
     parser.add_argument("--answers", help="of drafter: prompts and plain answers that train_smollm2.py keeps")
     parser.add_argument("--count", type=int, default=40, help="prompts of each set")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1], help="of drafter: requests at once")
+    parser.add_argument("--rows", type=int, default=1, help="of drafter: requests at once")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

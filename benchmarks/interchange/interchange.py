@@ -1,13 +1,10 @@
 """Does an exported drafter do in vLLM what it does here? Acceptance by position of the same chains, both greedy.
 
-    python -m benchmarks.interchange --drafter DIR --vllm-python VENV/bin/python --prompts mt_bench.jsonl -k 4
-    python -m benchmarks.interchange --fit DIR --prompts mt_bench.jsonl                 # a drafter to try it with
-    python -m benchmarks.interchange --speculators-python VENV/bin/python               # the reverse
+    python -m benchmarks.interchange.interchange --drafter DIR --vllm-python VENV/bin/python --prompts mt_bench.jsonl
+    python -m benchmarks.interchange.interchange --speculators-python VENV/bin/python         # the reverse
 
 The folder is exported (`--format`); the export is loaded here and in vLLM; both answer the same prompts in fp32 with
-chains of k tokens. Where vLLM's build cannot run a method its error is reported. `--fit` makes an EAGLE-3 drafter of
-random weights whose head is fitted, by least squares, to the target's own answers: far from a trained one, and right
-often enough to compare.
+chains of k tokens. Where vLLM's build cannot run a method its error is reported.
 """
 
 from __future__ import annotations
@@ -25,17 +22,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.harness import finish
+from benchmarks.harness import finish, prompts_of
 from paceline import build
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.sequence import Sequence
 from paceline.drafters.base import DraftRequest
 from paceline.drafters.block import checkpoint as dspark_checkpoint
 from paceline.drafters.block.drafter import DSparkDrafter, draft_ids
-from paceline.drafters.eagle.checkpoint import read, write
-from paceline.drafters.eagle.config import EagleConfig, published_layers, shapes
+from paceline.drafters.eagle.checkpoint import read
 from paceline.drafters.eagle.layer import EagleLayer
-from paceline.drafters.folder import TargetShape
 from paceline.drafters.hidden_states import TapBatch
 from paceline.drafters.methods import METHODS
 from paceline.engine.engine import Engine
@@ -48,7 +43,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.training.export import export, target_of
 
 HERE = Path(__file__).parent
-BLOCK, FITTED = 16, 3  # FITTED: positions of a chain that a fitted head knows
+BLOCK = 16
 # Widths of a product that this processor may compute in bf16 tiles are kept out of the comparison.
 ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
@@ -61,23 +56,11 @@ class Chains(FixedPolicy):
         return [self.choice for _ in sequences]
 
 
-def prompts_of(path: Path, count: int, loaded: Any) -> list[list[int]]:
-    """The first turns, as chats."""
-    texts = [json.loads(line) for line in path.read_text().splitlines()[:count]]
-    found = []
-    for one in texts:
-        text = one["turns"][0] if "turns" in one else one.get("prompt") or one["question"]
-        chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        found.append(loaded.tokenizer.encode(chat)[:256])
-    return found
-
-
-def answered(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[Any]:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens).resolve({})
-    sequences = [engine.add_request(str(at), prompt, params)[0] for at, prompt in enumerate(prompts)]
-    while engine.has_work:
-        engine.step()
-    return sequences
+def first_turns(path: Path, count: int, loaded: Any) -> list[list[int]]:
+    """Return the first turns, as chats."""
+    texts = [prompt["turns"][0] for prompt in prompts_of([str(path)])[:count]]
+    chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts]
+    return [loaded.tokenizer.encode(chat)[:256] for chat in chats]
 
 
 def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
@@ -89,7 +72,10 @@ def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args:
             setattr(drafter, chains, 1)
     policy = Chains(DraftPlan(method, args.k))
     engine = Engine(loaded.decoder, EngineConfig(max_num_seqs=args.rows), drafters=[drafter], policy=policy)
-    sequences = answered(engine, prompts, args.max_tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens).resolve({})
+    sequences = [engine.add_request(str(at), prompt, params)[0] for at, prompt in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
     assert engine.drafters.failures == 0
     drafted, accepted = [0] * args.k, [0] * args.k
     for one in sequences:
@@ -128,7 +114,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         out = Path(work) / f"exported-{args.format}"
         method = export(args.drafter, args.format, out, target_of(args.model))
         loaded = build.load(args.model, dtype="float32").loaded
-        prompts = prompts_of(args.prompts, args.count, loaded)
+        prompts = first_turns(args.prompts, args.count, loaded)
         here = ours(loaded, out, method, prompts, args)
         found: dict[str, Any] = {"method": method, "format": args.format, "k": args.k, "prompts": len(prompts)}
         found["ours"] = rates(here["accepted"], here["drafted"])
@@ -146,94 +132,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 def rates(accepted: list[int], drafted: list[int]) -> list[float]:
     return [round(a / max(b, 1), 4) for a, b in zip(accepted, drafted, strict=True)]
-
-
-@torch.inference_mode()
-def fit(args: argparse.Namespace) -> dict[str, Any]:
-    loaded = build.load(args.model, dtype="float32").loaded
-    decoder, target = loaded.decoder, loaded.config
-    prompts = prompts_of(args.prompts, args.count, loaded)
-    engine = Engine(decoder, EngineConfig(max_num_seqs=args.rows))
-    texts = [list(one.tokens) for one in answered(engine, prompts, args.max_tokens)]
-    known = sorted({token for text in texts for token in text})
-    config = eagle_config(target, len(known), args.model, decoder.embedding)
-    tensors = random_tensors(config, known)
-    taps, hidden = config.taps(target.num_layers), target.hidden_size
-    identity = torch.eye(hidden)  # in place of the head: logits are then the normed outputs
-    headless = EagleConfig(**{**vars(config), "own_head": False, "draft_vocab_size": 0})
-    layer = EagleLayer(
-        headless,
-        tensors,
-        target,
-        decoder.kernels,
-        device=decoder.device,
-        embedding=decoder.embedding,
-        head=decoder.kernels.pack(identity),
-    )
-    layer.bind(1024)
-    states, wanted = [], []
-    for text, prompt in zip(texts, prompts, strict=True):
-        first = len(prompt) - 2
-        for step, each in enumerate(outputs(decoder, layer, text, taps)):
-            states.append(each[first : len(text) - 2 - step])
-            wanted += text[first + 2 + step :]
-    x, which = torch.cat(states).double(), torch.searchsorted(torch.tensor(known), torch.tensor(wanted))
-    ridge = x.T @ x + args.ridge * torch.eye(hidden, dtype=torch.float64)
-    goal = torch.nn.functional.one_hot(which, len(known)).double()
-    tensors["lm_head.weight"] = 10 * torch.linalg.solve(ridge, x.T @ goal).T.float().contiguous()
-    right = ((x @ tensors["lm_head.weight"].double().T).argmax(-1) == which).double().mean()
-    write(args.fit, config, tensors)
-    return {"fitted": str(args.fit), "positions": len(which), "vocabulary": len(known), "right": float(right)}
-
-
-def eagle_config(target: ModelConfig, vocab: int, name: str, embedding: torch.Tensor) -> EagleConfig:
-    layer = {"architecture": "llama", "num_layers": 1, "tie_embeddings": False, "windows": (), "qk_norm": False}
-    body = ModelConfig(**{**vars(target), **layer, "qkv_bias": False, "output_bias": False, "mlp_bias": False})
-    shape = TargetShape.of(target, embedding, name)
-    return EagleConfig(
-        body=body, draft_vocab_size=vocab, layer_ids=published_layers(target.num_layers), fc_norm=True, target=shape
-    )
-
-
-def random_tensors(config: EagleConfig, known: list[int]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    made = {}
-    for name, shape in shapes(config).items():
-        drawn = torch.randn(shape, generator=generator)
-        made[name] = torch.ones(shape) if len(shape) == 1 else drawn / shape[1] ** 0.5
-    made["d2t"] = torch.tensor(known) - torch.arange(len(known))
-    return made
-
-
-def outputs(decoder: Any, layer: EagleLayer, text: list[int], taps: tuple[int, ...]) -> list[torch.Tensor]:
-    """Normed outputs of the drafter behind the pairs of a text and behind chains of its true tokens: (n - 2, H) of the
-    pairs themselves, then of their continuations by one token, and so on to FITTED."""
-    pairs = torch.arange(len(text) - 2)
-    blocks = -(-FITTED * len(text) // BLOCK)
-    specs = [*decoder.kv_specs, layer.kv_spec]
-    caches = KVCache(specs, num_blocks=blocks, block_size=BLOCK, dtype=torch.float32, device=decoder.device).layers
-    at, table = torch.arange(len(text)), torch.arange(blocks, dtype=torch.int32)[None]
-    plan = PassPlan.in_order(at, at, torch.zeros_like(at), table, BLOCK, len(text))
-    found = decoder.forward(torch.tensor(text), plan, caches[:-1], at[-1:], taps).taps
-    features, states = layer.fuse(found[: len(pairs)].clone()), []
-    for step in range(FITTED):
-        slots = pairs + step * len(text)
-        path = [pairs + earlier * len(text) for earlier in range(1, step + 1)]
-        plan = PassPlan(
-            positions=(pairs + step).int(),
-            slots=slots.int(),
-            sequence=torch.zeros_like(pairs).int(),
-            prefix=(pairs + 1).int(),
-            reach=(pairs + 1 + step).int(),
-            path=torch.stack(path, 1).int().contiguous() if path else torch.empty(len(pairs), 0).int(),
-            block_tables=table,
-            block_size=BLOCK,
-            max_len=len(text) + FITTED,
-        )
-        tokens = torch.tensor((text[1 + step : -1] + text[-1:] * step)[: len(pairs)])
-        logits, features = layer.read(layer.run(tokens, features, plan, caches[-1]))
-        states.append(logits)
-    return states
 
 
 def reverse(python: str) -> dict[str, Any]:
@@ -292,23 +190,19 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="folder to export and compare")
     parser.add_argument("--format", default="speculators", help="to export it in")
     parser.add_argument("--vllm-python", help="interpreter that has vLLM; without it only ours is measured")
-    parser.add_argument("--prompts", type=Path, help="jsonl with turns or prompt")
+    parser.add_argument("--prompts", type=Path, help="jsonl with turns")
     parser.add_argument("--speculators-python", help="interpreter that has speculators: load a head that it writes")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--rows", type=int, default=8, help="sequences at once")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("-k", type=int, default=4)
-    parser.add_argument("--fit", type=Path, help="write a fitted drafter to this folder instead")
-    parser.add_argument("--ridge", type=float, default=1.0)
     args = parser.parse_args()
-    if sum(one is not None for one in (args.fit, args.drafter, args.speculators_python)) != 1:
-        parser.error("give one of --drafter, --fit and --speculators-python")
     if args.speculators_python is not None:
         finish("interchange", reverse(args.speculators_python))
-    elif args.prompts is None:
-        parser.error("give --prompts")
+    elif args.drafter is None or args.prompts is None:
+        parser.error("give --drafter and --prompts, or --speculators-python")
     else:
-        finish("interchange", fit(args) if args.fit is not None else compare(args))
+        finish("interchange", compare(args))
 
 
 if __name__ == "__main__":
