@@ -34,7 +34,6 @@ ACTIVATIONS = ("float32", "int8")
 SIZES, PROMPT = (1, 4, 8, 16), 256
 KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.8, "top_p": 0.9}}
 
-Answers = list[list[int]]
 Cells = dict[str, Callable[[LLM], Any]]  # by "ACTIVATIONS rest": the outputs of an LLM with these activations
 
 
@@ -95,7 +94,7 @@ def serve(args: argparse.Namespace, cells: Cells) -> None:
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         outputs = cells[cell](llms[cell.split()[0]])
         cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
-        answers: Answers = [output.outputs[0].token_ids for output in outputs]
+        answers = [output.outputs[0].token_ids for output in outputs]
         digest = sha1(repr(answers).encode()).hexdigest()
         print(json.dumps({"cpu": cpu_s, "wall": wall_s, "digest": digest}), flush=True)
 

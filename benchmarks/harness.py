@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -132,6 +133,52 @@ def prompts_of(paths: Sequence[str] = (), per_category: int | None = None) -> li
     for prompt in prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)
     return prompts if per_category is None else [one for each in by_category.values() for one in each[:per_category]]
+
+
+# -- answers of an engine
+
+
+class Answers:
+    """Requests of an engine that are waited for together, and the time of each step after the first tokens of all."""
+
+    def __init__(self, engine: Any, prompts: Sequence[list[int]], params: Any) -> None:
+        self._engine = engine
+        self.sequences = [
+            engine.add_request(str(at), prompt, params, wait_group="group")[0] for at, prompt in enumerate(prompts)
+        ]
+        while any(sequence.num_output == 0 for sequence in self.sequences):
+            engine.step()
+        self.first_tokens = sum(sequence.num_output for sequence in self.sequences)
+        self.steps_s: list[float] = []
+
+    def step(self) -> bool:
+        """Run one more step; return whether there was one."""
+        if not self._engine.has_work:
+            return False
+        self.steps_s.append(timed(self._engine.step))
+        return True
+
+    def finished(self) -> Answers:
+        while self.step():
+            pass
+        return self
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [sequence.output_tokens for sequence in self.sequences]
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that the timed steps brought."""
+        return sum(map(len, self.tokens)) - self.first_tokens
+
+    @functools.cached_property
+    def stats(self) -> Any:
+        """Statistics of all answers together."""
+        stats = self.sequences[0].stats
+        for sequence in self.sequences[1:]:
+            stats.merge(sequence.stats)
+        return stats
 
 
 # -- models for other software

@@ -221,7 +221,7 @@ def record(paths: Sequence[str], temperature: float, seed: int) -> list[Record]:
                 for talk, prompt in zip(talks, group, strict=True):
                     talk.append({"role": "user", "content": prompt["turns"][turn]})
                 asked = [tokenizer.apply_chat_template(talk) for talk in talks]
-                _, answers, _ = plain.answer(asked, params)
+                answers = plain.answer(asked, params)
                 for talk, prompt, tokens, answer in zip(talks, group, asked, answers, strict=True):
                     talk.append({"role": "assistant", "content": tokenizer.decode(answer)})
                     entry = {"file": Path(name).stem, "category": prompt["category"], "sampled": temperature > 0}

@@ -21,7 +21,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import finish, prompts_of, shown
+from benchmarks.harness import Answers, finish, prompts_of, shown
 from paceline import SamplingParams
 
 NONE, AUTO = "none", "auto"
@@ -59,38 +58,11 @@ class Configuration:
 
     def begin(self, prompts: Sequence[list[int]], params: Any) -> None:
         """Decode the first token of each, and no further."""
-        self.sequences = [
-            self.engine.add_request(str(index), prompt, params, wait_group="group")[0]
-            for index, prompt in enumerate(prompts)
-        ]
-        while any(sequence.num_output == 0 for sequence in self.sequences):
-            self.engine.step()
-        assert all(sequence.num_output == 1 for sequence in self.sequences), "some were ahead of the others"
-        self.seconds = 0.0
+        self.answers = Answers(self.engine, prompts, params)
+        assert self.answers.first_tokens == len(prompts), "some were ahead of the others"
 
-    def step(self) -> bool:
-        """Run one more step, timed; return whether there was one."""
-        if not self.engine.has_work:
-            return False
-        started = time.perf_counter()
-        self.engine.step()
-        self.seconds += time.perf_counter() - started
-        return True
-
-    def end(self) -> tuple[float, list[list[int]], Any]:
-        """Return seconds of decoding a token, the answers, and the statistics of all of them."""
-        stats = self.sequences[0].stats
-        for sequence in self.sequences[1:]:
-            stats.merge(sequence.stats)
-        answers = [sequence.output_tokens for sequence in self.sequences]
-        decoded = sum(map(len, answers)) - len(answers)
-        return (self.seconds / decoded if decoded else 0.0), answers, stats
-
-    def answer(self, prompts: Sequence[list[int]], params: Any) -> tuple[float, list[list[int]], Any]:
-        self.begin(prompts, params)
-        while self.step():
-            pass
-        return self.end()
+    def answer(self, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
+        return Answers(self.engine, prompts, params).finished().tokens
 
 
 def params_of(temperature: float, max_tokens: int, seed: int, **options: Any) -> SamplingParams:
@@ -134,7 +106,7 @@ def answer_by_turns(together: list[Configuration], prompts: Sequence[list[int]],
     going = together[:]
     while going:
         noise.shuffle(going)
-        going = [configuration for configuration in going if configuration.step()]
+        going = [configuration for configuration in going if configuration.answers.step()]
 
 
 def run(
@@ -160,15 +132,15 @@ def run(
                 alone = [[one] for one in noise.sample(configurations, len(configurations))]
                 for together in alone if args.whole else [configurations]:
                     answer_by_turns(together, tokens, params, noise)
-                ends = {one.name: one.end() for one in configurations}
-                plain = ends[NONE][1]
-                if all(seconds for seconds, *_ in ends.values()):
+                ends = {one.name: one.answers for one in configurations}
+                plain = ends[NONE].tokens
+                if all(end.decoded for end in ends.values()):
                     rows.append(
                         {
                             "category": category,
-                            "seconds": {name: seconds for name, (seconds, *_) in ends.items()},
-                            "tau": {name: stats.mean_acceptance_length for name, (*_, stats) in ends.items()},
-                            "identical": all(answers == plain for _, answers, _ in ends.values()),
+                            "seconds": {name: sum(end.steps_s) / end.decoded for name, end in ends.items()},
+                            "tau": {name: end.stats.mean_acceptance_length for name, end in ends.items()},
+                            "identical": all(end.tokens == plain for end in ends.values()),
                             "tokens": sum(map(len, plain)),
                             "loops": any(map(loops, plain)),
                         }
@@ -243,22 +215,21 @@ def drafter(args: argparse.Namespace) -> None:
         for name, pairs in sets.items():
             temperature = float(name.rpartition(" T ")[2])
             params = params_of(temperature, args.max_tokens, args.seed, top_p=1.0, top_k=0).resolve({})
-            sequences = []
-            for first in range(0, len(pairs), args.rows):
-                for at, (prompt, _) in enumerate(pairs[first : first + args.rows], start=first):
-                    sequences += engine.add_request(f"{name} {at}", prompt, params)
-                while engine.has_work:
-                    engine.step()
-            stats = sequences[0].stats
-            for one in sequences[1:]:
-                stats.merge(one.stats)
+            groups = [
+                Answers(engine, [prompt for prompt, _ in pairs[first : first + args.rows]], params).finished()
+                for first in range(0, len(pairs), args.rows)
+            ]
+            stats = groups[0].stats
+            for group in groups[1:]:
+                stats.merge(group.stats)
+            answers = [answer for group in groups for answer in group.tokens]
             plain = [answer and answer[: args.max_tokens] for _, answer in pairs]
             row = {
                 "set": name,
                 "shape": shape,
                 "tau": stats.mean_acceptance_length,
                 "by_depth": [round(each / stats.num_drafts, 3) for each in stats.accepted_per_position],
-                "plain_answers": sum(one.output_tokens == other for one, other in zip(sequences, plain, strict=True)),
+                "plain_answers": sum(one == other for one, other in zip(answers, plain, strict=True)),
             }
             results.append(row)
             print(row, flush=True)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.subject import Subject
-from benchmarks.harness import TOPICS
+from benchmarks.harness import TOPICS, Answers
 from benchmarks.harness import prompts_of as copying
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
@@ -95,31 +95,14 @@ class Runs:
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
         """Decoding time starts when every prompt has its first token."""
-        # They are waited for as a whole.
-        asked = [
-            self.engine.add_request(str(i), prompt, params, wait_group="answer") for i, prompt in enumerate(prompts)
-        ]
-        sequences = [one for one, *_ in asked]
-        while any(sequence.num_output == 0 for sequence in sequences):
-            self.engine.step()
-        already, steps = sum(sequence.num_output for sequence in sequences), []
-        started = time.perf_counter()
-        while self.engine.has_work:
-            begun = time.perf_counter()
-            self.engine.step()
-            steps.append(time.perf_counter() - begun)
-        seconds = time.perf_counter() - started
-        answers = [sequence.output_tokens for sequence in sequences]
-        stats = sequences[0].stats
-        for sequence in sequences[1:]:
-            stats.merge(sequence.stats)
-        tokens = sum(map(len, answers)) - already
+        answers = Answers(self.engine, prompts, params).finished()
+        steps = answers.steps_s
         return {
-            "answers": answers,
-            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "answers": answers.tokens,
+            "tokens_per_second": answers.decoded / sum(steps) if steps else 0.0,
             "step_ms": 1e3 * statistics.median(steps) if steps else 0.0,
             "steps": steps,
-            "tau": stats.mean_acceptance_length,
+            "tau": answers.stats.mean_acceptance_length,
         }
 
 
@@ -228,18 +211,15 @@ def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[s
         return {"step_ms": wall, "device_ms": 0.0, "host_ms": wall, "host_mean_ms": mean}
     from torch.profiler import ProfilerActivity, profile
 
-    sequences = [runs.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
-    while any(sequence.num_output == 0 for sequence in sequences):
-        runs.engine.step()
+    profiled = Answers(runs.engine, prompts, params)
     for _ in range(first):
-        runs.engine.step()
+        profiled.step()
     torch.cuda.synchronize()  # a step may be under way already, as one will be at the end
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(count):
-            runs.engine.step()
+            profiled.step()
         torch.cuda.synchronize()
-    while runs.engine.has_work:
-        runs.engine.step()
+    profiled.finished()
     spans = sorted(
         (event.time_range.start, event.time_range.end, "DtoH" in event.name)
         for event in prof.events()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.harness import finish, prompts_of
+from benchmarks.harness import Answers, finish, prompts_of
 from paceline import build
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.sequence import Sequence
@@ -73,17 +73,11 @@ def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args:
     policy = Chains(DraftPlan(method, args.k))
     engine = Engine(loaded.decoder, EngineConfig(max_num_seqs=args.rows), drafters=[drafter], policy=policy)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens).resolve({})
-    sequences = [engine.add_request(str(at), prompt, params)[0] for at, prompt in enumerate(prompts)]
-    while engine.has_work:
-        engine.step()
+    answers = Answers(engine, prompts, params).finished()
     assert engine.drafters.failures == 0
-    drafted, accepted = [0] * args.k, [0] * args.k
-    for one in sequences:
-        for at, (tried, kept) in enumerate(
-            zip(one.stats.drafted_per_position, one.stats.accepted_per_position, strict=True)
-        ):
-            drafted[at], accepted[at] = drafted[at] + tried, accepted[at] + kept
-    return {"drafted": drafted, "accepted": accepted, "answers": [list(one.output_tokens) for one in sequences]}
+    stats = answers.stats
+    counts = {"drafted": stats.drafted_per_position, "accepted": stats.accepted_per_position}
+    return {"answers": answers.tokens, **{name: [*each, *[0] * args.k][: args.k] for name, each in counts.items()}}
 
 
 def theirs(folder: Path, method: str, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
