@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import platform
@@ -172,11 +171,12 @@ class Answers:
         """Tokens that the timed steps brought."""
         return sum(map(len, self.tokens)) - self.first_tokens
 
-    @functools.cached_property
     def stats(self) -> Any:
-        """Statistics of all answers together."""
-        stats = self.sequences[0].stats
-        for sequence in self.sequences[1:]:
+        """Return the statistics of all answers together."""
+        from paceline.outputs import SpeculationStats
+
+        stats = SpeculationStats()
+        for sequence in self.sequences:
             stats.merge(sequence.stats)
         return stats
 

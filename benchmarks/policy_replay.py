@@ -4,8 +4,8 @@ Greedy and seeded answers have equal tokens under any draft, so the gain of a dr
 a pass of its rows cost on two cores or on an H200 (where a draft model right 19 times of 20 may draft too), and the
 time of drafting. The policy learns from times with noise and slow phases (`--noise`) or without, and is judged by the
 table alone, or by the table and its own time of deciding (`--deciding`). Its real time of planning and learning, in
-processor time a step, stands beside the gains. A batch is one job: its time ends with its
-last answer. Groups come one after the other, so the first shows a cold policy.
+processor time a step, stands beside the gains. A batch is one job: its time ends with its last answer. Groups come one
+after the other, so the first shows a cold policy.
 
     python -m benchmarks.policy_replay --record answers.json --temperature 0 --prompts mt_bench.jsonl gsm8k.jsonl
     python -m benchmarks.policy_replay answers.json --batches 1 4 16 32
@@ -206,7 +206,7 @@ class Times:
 
 
 def record(paths: Sequence[str], temperature: float, seed: int) -> list[Record]:
-    """Plain answers, both turns of conversations; the copy-heavy prompts of our own as well."""
+    """Return plain answers, both turns of conversations; the copy-heavy prompts of our own as well."""
     loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
     plain, tokenizer = Configuration(loaded, "none", None), loaded.tokenizer
     chosen = {"seed": seed} if temperature else {}
@@ -273,7 +273,7 @@ class Replay:
             setattr(drafter, name, counted(getattr(drafter, name), many=name == "levels"))
 
     def seconds(self, group: Sequence[Record]) -> float:
-        """From the first tokens of all to the last of the last."""
+        """Return seconds from the first tokens of all to the last of the last."""
         live = [(self._begin(index, one), one["answer"]) for index, one in enumerate(group)]
         live = [(sequence, answer) for sequence, answer in live if len(answer) > 1]
         clock, self.resting = 0.0, False
@@ -348,7 +348,7 @@ class Replay:
 
 
 def follow(draft: Draft, row: int, sequence: Answer, answer: list[int]) -> tuple[int, int, int]:
-    """(nodes of the row, depth of the deepest, how many the known answer goes through)."""
+    """Return nodes of the row, depth of the deepest, and the number of those that the known answer goes through."""
     count, node, accepted = int(draft.num_nodes[row]), -1, 0
     tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
     coming = answer[sequence.num_output :]

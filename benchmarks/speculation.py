@@ -139,7 +139,7 @@ def run(
                         {
                             "category": category,
                             "seconds": {name: sum(end.steps_s) / end.decoded for name, end in ends.items()},
-                            "tau": {name: end.stats.mean_acceptance_length for name, end in ends.items()},
+                            "tau": {name: end.stats().mean_acceptance_length for name, end in ends.items()},
                             "identical": all(end.tokens == plain for end in ends.values()),
                             "tokens": sum(map(len, plain)),
                             "loops": any(map(loops, plain)),
@@ -219,9 +219,9 @@ def drafter(args: argparse.Namespace) -> None:
                 Answers(engine, [prompt for prompt, _ in pairs[first : first + args.rows]], params).finished()
                 for first in range(0, len(pairs), args.rows)
             ]
-            stats = groups[0].stats
+            stats = groups[0].stats()
             for group in groups[1:]:
-                stats.merge(group.stats)
+                stats.merge(group.stats())
             answers = [answer for group in groups for answer in group.tokens]
             plain = [answer and answer[: args.max_tokens] for _, answer in pairs]
             row = {

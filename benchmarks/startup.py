@@ -1,4 +1,4 @@
-"""From `paceline generate` to the first token on the screen, the model cached: a fresh process each time.
+"""Time from `paceline generate` to the first token on the screen, the model cached: a fresh process each time.
 
 python -m benchmarks.startup [--rounds 5]
 """

@@ -1,4 +1,4 @@
-"""From which acceptance on a draft pays, by batch and k: whole steps timed here, put into the formulas of the theory.
+"""The acceptance from which on a draft pays, by batch and k: whole steps timed here, put into formulas of the theory.
 
 Every sequence of a batch is given a chain of k tokens that is always refused, so a step costs what verifying costs and
 the batch stays as it is. The acceptance at which k drafted tokens pay is where the formula gives 1.0x with that cost.

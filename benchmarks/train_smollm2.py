@@ -201,7 +201,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
 
 
 def _profile(loop: Loop) -> None:
-    """Where a step's time goes, from three steps that are not kept."""
+    """Print the time of a step by part, from three steps that are not kept."""
     target, device = loop.target, loop.target.device
     which = torch.arange(loop.config.rows, device=device) % len(loop.rows.tokens)
     for _ in range(3):
@@ -283,7 +283,7 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
 
 
 def spread(sequences: Sequences, length: int, count: int = 64) -> Answers:
-    """So many answers evenly from all shards, which begin with those of one source."""
+    """Return `count` answers, evenly from all shards, which begin with those of one source."""
     every = np.arange(len(sequences)) % max(1, len(sequences) // count) == 0
     return answers_of(sequences.chosen(every), count, length)
 

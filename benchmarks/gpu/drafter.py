@@ -9,6 +9,7 @@ kept full while it is timed. The suffix store is off: an answer that was seen be
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from paceline.drafters.block.drafter import DSparkDrafter, draft_ids, head_rows
 from paceline.drafters.methods import SHIPPED
 from paceline.engine.engine import Engine
 from paceline.models.weights import Dtypes
+from paceline.outputs import SpeculationStats
 
 WAYS: dict[str, Any] = {
     "plain": NONE,
@@ -90,7 +92,7 @@ def answer(
 
 
 def draft_ms(engine: Engine, sequences: int) -> float:
-    """Of a captured draft alone: the block's pass and its largest tree."""
+    """Return milliseconds of a captured draft alone: the block's pass and its largest tree."""
     drafter = next(one for one in engine.drafters.drafters if isinstance(one, DSparkDrafter))
     assert drafter._passes is not None
     _, graph = drafter._passes._captured[sequences]
@@ -104,10 +106,31 @@ def draft_ms(engine: Engine, sequences: int) -> float:
     return begun.elapsed_time(over) / 40
 
 
+def measured(
+    engine: Engine, groups: list[list[list[int]]], way: Any, temperature: float, tokens: int, batch: int
+) -> tuple[dict[str, Any], list[list[list[int]]]]:
+    """Return the figures of a way to draft, and the answers of each group."""
+    late, made, spent, stats = engine.runner.late_captures, 0, 0.0, SpeculationStats()
+    texts = []
+    for group in groups:
+        count, took, sequences = answer(engine, group, way, temperature, tokens, batch)
+        made, spent = made + count, spent + took
+        texts.append([one.output_tokens for one in sequences])
+        for one in sequences:
+            stats.merge(one.stats)
+    methods = stats.drafts_by_method
+    return {
+        "tokens_s": made / spent,
+        "tau": stats.mean_acceptance_length,
+        "drafts": methods,
+        "nodes": stats.num_draft_tokens / max(sum(methods.values()), 1),
+        "captured_late": engine.runner.late_captures - late,
+    }, texts
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", default="smollm2")
-    parser.add_argument("--drafter", type=Path, default=SHIPPED / "smollm2")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
@@ -123,57 +146,29 @@ def main() -> None:
     if args.tiny:
         size = Size(hidden=640, layers=30, heads=12, kv_heads=4, head_dim=128, intermediate=1664)
         subject.sizes = size
-    began = time.perf_counter()
-    engine = make_engine(subject, args.drafter, max(args.batches), size)
-    print(f"started in {time.perf_counter() - began:.0f} s", flush=True)
+    engine = make_engine(subject, SHIPPED / "smollm2", max(args.batches), size)
     drafts = {count: draft_ms(engine, count) for count in (1, 16, 64)} if device.type == "cuda" else {}
     print("a draft, ms by sequences:", {count: round(ms, 3) for count, ms in drafts.items()}, flush=True)
-    tokenizer = subject.tokenizer
-    turns = [prompt["turns"][0] for path in args.prompts for prompt in prompts_of([path], None)]
-    asked = [tokenizer.apply_chat_template([{"role": "user", "content": turn}]) for turn in turns]
+    turns = [prompt["turns"][0] for prompt in prompts_of(args.prompts)]
+    asked = [subject.tokenizer.apply_chat_template([{"role": "user", "content": turn}]) for turn in turns]
     results = []
-    for temperature in args.temperatures:
-        for batch in args.batches:
-            # One answer at a time: prompts from all over the files. Else three answers for each place in the batch.
-            spread = asked[:: max(1, len(asked) // args.groups)][: args.groups]
-            groups = [[one] for one in spread] if batch == 1 else [[asked[at % len(asked)] for at in range(3 * batch)]]
-            for way in WAYS.values():  # compiles and captures what is not yet
-                answer(engine, groups[0][: 2 * batch], way, temperature, 16, batch)
-            alone: dict[int, list[list[int]]] = {}
-            for name, way in ((name, way) for name, way in WAYS.items() if name == "plain" or name in args.ways):
-                if batch > 16 and name in ("tree 15", "tree 60"):
-                    continue
-                if time.perf_counter() > deadline:
-                    break
-                late = engine.runner.late_captures
-                made, spent, same, passes, committed, nodes, methods = 0, 0.0, True, 0, 0, 0, {}
-                for at, group in enumerate(groups):
-                    tokens, took, sequences = answer(engine, group, way, temperature, args.max_tokens, batch)
-                    made, spent = made + tokens, spent + took
-                    texts = [one.output_tokens for one in sequences]
-                    if name == "plain":
-                        alone[at] = texts
-                    same &= texts == alone[at]
-                    passes += sum(one.stats.num_target_passes for one in sequences)
-                    committed += sum(one.stats.num_committed_tokens for one in sequences)
-                    nodes += sum(one.stats.num_draft_tokens for one in sequences)
-                    for one in sequences:
-                        for method, drafts in one.stats.drafts_by_method.items():
-                            methods[method] = methods.get(method, 0) + drafts
-                mean = made / spent
-                if name == "plain":
-                    base = mean
-                row = {"temperature": temperature, "batch": batch, "way": name, "tokens_s": mean}
-                row |= {"speedup": mean / base, "tau": committed / passes, "same_tokens": same, "drafts": methods}
-                row["nodes"] = nodes / max(sum(methods.values()), 1)
-                row["captured_late"] = engine.runner.late_captures - late
-                results.append(row)
-                print(
-                    f"T {temperature} batch {batch:3} {name:8} {mean:8.0f} tokens/s {mean / base:.2f}x "
-                    f"tau {row['tau']:.2f} {'same' if same else 'DIFFERENT'} {methods} of {row['nodes']:.1f} nodes "
-                    f"late {row['captured_late']}",
-                    flush=True,
-                )
+    for temperature, batch in itertools.product(args.temperatures, args.batches):
+        # One answer at a time: prompts from all over the files. Else three answers for each place in the batch.
+        spread = asked[:: max(1, len(asked) // args.groups)][: args.groups]
+        groups = [[one] for one in spread] if batch == 1 else [[asked[at % len(asked)] for at in range(3 * batch)]]
+        for way in WAYS.values():  # compiles and captures what is not yet
+            answer(engine, groups[0][: 2 * batch], way, temperature, 16, batch)
+        for name, way in WAYS.items():
+            if name not in ("plain", *args.ways) or (batch > 16 and name in ("tree 15", "tree 60")):
+                continue
+            if time.perf_counter() > deadline:
+                break
+            row, texts = measured(engine, groups, way, temperature, args.max_tokens, batch)
+            if name == "plain":
+                base, plain = row["tokens_s"], texts
+            row |= {"speedup": row["tokens_s"] / base, "same_tokens": texts == plain}
+            results.append({"temperature": temperature, "batch": batch, "way": name, **row})
+            print(results[-1], flush=True)
     found = {"device": subject.device_name, "draft_ms": drafts, "rows": results}
     finish("gpu_drafter", found | {"failures": engine.drafters.failures})
 

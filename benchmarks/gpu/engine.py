@@ -102,7 +102,7 @@ class Runs:
             "tokens_per_second": answers.decoded / sum(steps) if steps else 0.0,
             "step_ms": 1e3 * statistics.median(steps) if steps else 0.0,
             "steps": steps,
-            "tau": answers.stats.mean_acceptance_length,
+            "tau": answers.stats().mean_acceptance_length,
         }
 
 
@@ -180,7 +180,7 @@ def crowds(subject: Subject, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def host(subject: Subject) -> dict[str, Any]:
-    """What a step takes beyond its pass: the same pass is timed on the device alone."""
+    """Time what a step takes beyond its pass: the same pass is timed on the device alone."""
     decoder, found = subject.yardstick, {}
     length = 16 if subject.tiny else 100
     cells = (("none", None, 1), ("ngram", 4, 1), ("suffix", 4, 1), ("draft-model", 4, 1))
@@ -287,7 +287,7 @@ def batches(subject: Subject) -> dict[str, Any]:
 
 
 def startup(subject: Subject) -> dict[str, Any]:
-    """From weights in memory to the first answer; run it in a process of its own, twice for a warm compile cache."""
+    """Time from weights in memory to the first answer; run it in a process of its own, twice for a warm cache."""
     started, found = time.perf_counter(), {}
 
     def note(name: str) -> None:

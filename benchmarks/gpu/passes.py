@@ -156,7 +156,7 @@ def passes(subject: Subject) -> dict[str, Any]:
 
 
 def _weights(decoder: Decoder) -> list[Tensor]:
-    """Of all layers and of the head; none where they are packed for a CPU."""
+    """Return the weights of all layers and of the head; none where they are packed for a CPU."""
     packed = [p for layer in decoder.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     return [p.weight.data for p in (*packed, decoder.head) if hasattr(p, "weight")]
 

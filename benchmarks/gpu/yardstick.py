@@ -22,7 +22,7 @@ SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Size:
-    """Of the large model. Heads are grouped as in the small one, with room for as many query heads or more."""
+    """Sizes of the large model. Heads are grouped as in the small one, with room for as many query heads or more."""
 
     hidden: int = 4096
     layers: int = 32
@@ -107,7 +107,7 @@ class Yardstick(Mapping[str, Tensor]):
         return self._rows(source, size.intermediate, torch.arange(small.intermediate_size), 1.0)
 
     def _head_lanes(self, heads: int, *, query: bool) -> Tensor:
-        """Where each lane of the small model's heads goes: RoPE frequencies and GQA groups are kept.
+        """Return where each lane of the small model's heads goes: RoPE frequencies and GQA groups are kept.
 
         Lane i of a head turns with frequency i / (d / 2): i of the first half goes to s i, and so does the second.
         """

@@ -1,4 +1,4 @@
-"""Writes drafters by the speculators library's own classes, for `interchange.py`: an EAGLE-3 and a DSpark head of
+"""Drafters written by the speculators library's own classes, for `interchange.py`: an EAGLE-3 and a DSpark head of
 random weights, saved by the library's `save_pretrained`, with what its own forward gives for random inputs.
 
     python by_speculators.py FOLDER            # by an interpreter that has speculators

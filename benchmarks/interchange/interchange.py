@@ -75,7 +75,7 @@ def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args:
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens).resolve({})
     answers = Answers(engine, prompts, params).finished()
     assert engine.drafters.failures == 0
-    stats = answers.stats
+    stats = answers.stats()
     counts = {"drafted": stats.drafted_per_position, "accepted": stats.accepted_per_position}
     return {"answers": answers.tokens, **{name: [*each, *[0] * args.k][: args.k] for name, each in counts.items()}}
 

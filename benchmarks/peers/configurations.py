@@ -56,7 +56,7 @@ def _of_a_file(peer: str, ks: Iterable[int], gguf: str, precision: str) -> list[
 
 
 def quantisation(path: Path) -> str:
-    """How most of the file's matrices are stored."""
+    """Return the kind in which most of the file's matrices are stored."""
     kinds = [tensor.type_id for tensor in GGUFFile(path).tensors.values() if len(tensor.shape) > 1]
     return str(import_gguf().GGMLQuantizationType(max(kinds, key=kinds.count)).name)
 

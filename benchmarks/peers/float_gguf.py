@@ -1,4 +1,4 @@
-"""Writes a model folder as a GGUF file in float32, so that llama.cpp computes with the very weights the others load.
+"""A writer of a model folder as a GGUF file in float32, so that llama.cpp computes with the others' weights.
 
 No vocabulary goes with it: peers are given token ids and give token ids back.
 """

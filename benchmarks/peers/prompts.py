@@ -1,4 +1,4 @@
-"""What the peers are asked: copy-heavy work, where lookup finds much, and chat, where it finds little."""
+"""Prompts of the comparison: copy-heavy work, where lookup finds much, and chat, where it finds little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From measured rows to figures and a table. No clock, no processes: only arithmetic on what was measured.
+"""Figures and a table from measured rows. No clock, no processes: only arithmetic on what was measured.
 
 A row is one prompt: {"name", "workload", "greedy", "foreign", "answers": {configuration: {"tokens", "seconds",
 "first_s", "overran"}}}.
@@ -46,8 +46,8 @@ def faster(rows: Sequence[Row], one: str, other: str) -> dict[str, Any] | None:
 
 
 def agreement(rows: Sequence[Row], name: str, reference: str) -> dict[str, Any] | None:
-    """How many greedy answers are token for token those of the reference, and where the others first differ (the
-    median)."""
+    """Return how many greedy answers are token for token those of the reference, and where the others first differ
+    (the median)."""
     pairs = [
         (row["answers"][name]["tokens"], row["answers"][reference]["tokens"])
         for row in rows

@@ -8,7 +8,7 @@ from protocol import Answer, Emit, serve
 
 
 class Listener:
-    """What `generate` calls a streamer; its first call hands over the prompt."""
+    """A streamer of `generate`; its first call hands over the prompt."""
 
     def __init__(self, emit: Emit) -> None:
         self.emit, self.prompt_seen = emit, False

@@ -62,7 +62,7 @@ def surroundings(peer: str, threads: int, home: Path, environments: Path | None 
 
 
 def _vllm_libraries(environments: Path) -> dict[str, str]:
-    """What vLLM's manual has users preload (one is a dependency of its wheel), set as vLLM sets its own workers."""
+    """Return the libraries that vLLM's manual has users preload (one is a dependency of its wheel), as variables."""
     openmp = environments / "vllm" / "lib" / "libiomp5.so"
     allocator = find_library("tcmalloc_minimal")
     found = [*([allocator] if allocator else []), *([str(openmp.resolve())] if openmp.exists() else [])]
