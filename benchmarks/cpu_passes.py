@@ -1,11 +1,11 @@
 """Passes of one model on a CPU by number of rows, with weights expanded to fp32, kept as blocks, and with int8
 activations.
 
-One sequence of `--context` tokens, then passes over n further tokens with logits for every one: the shape of
+One sequence of 64 tokens, then passes over n further tokens with logits for every one: the shape of
 verification. All decoders are in one process and take turns; minima are compared, since another process can only add
 time. The logits of fp32 and blocks must have equal bits.
 
-    python -m benchmarks.cpu_passes [--model FILE.gguf] [--context 64] [--rounds 12] [--one-core]
+    python -m benchmarks.cpu_passes [--model FILE.gguf] [--rounds 12] [--one-core]
     python -m benchmarks.cpu_passes distance --prompts FILE          # int8 activations against float32: top-1, KL
     python -m benchmarks.cpu_passes transformers [--torch-kernels]   # plain decoding in fp32
 
@@ -28,7 +28,7 @@ from benchmarks import harness
 from benchmarks.harness import expanded_folder, finish, interleaved, ratio, shown
 from paceline import LLM, SamplingParams
 
-SIZES, PROMPT, BLOCK = (1, 4, 8, 16), 256, 16
+SIZES, CONTEXT, PROMPT, BLOCK = (1, 4, 8, 16), 64, 256, 16
 MODES: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "blocks": {}, "int8": {"activations": "int8"}}
 TEXT = "A bicycle that leans to the left is steered to the left, and the road pushes its wheels back under the rider. "
 LENGTHS = {"short": 8, "long": 421}  # tokens of the prompts that transformers answers too
@@ -37,12 +37,12 @@ LENGTHS = {"short": 8, "long": 421}  # tokens of the prompts that transformers a
 class Passes:
     """A decoder and its cache."""
 
-    def __init__(self, path: Path, context: int, threads: int | None, options: dict[str, Any]) -> None:
+    def __init__(self, path: Path, threads: int | None, options: dict[str, Any]) -> None:
         from paceline.models.kv_cache import KVCache
         from paceline.models.load.open_model import load_model
 
         self.decoder = load_model(path, device="cpu", threads=threads, **options).decoder
-        self.context, self.num_blocks = context, (context + PROMPT) // BLOCK + 1
+        self.num_blocks = (CONTEXT + PROMPT) // BLOCK + 1
         self.cache = KVCache(
             self.decoder.kv_specs,
             num_blocks=self.num_blocks,
@@ -50,7 +50,7 @@ class Passes:
             dtype=self.decoder.cache_dtype,
             device=self.decoder.device,
         )
-        self.run(0, context, 1)
+        self.run(0, CONTEXT, 1)
 
     @torch.inference_mode()
     def run(self, first: int, count: int, rows: int) -> torch.Tensor:
@@ -64,18 +64,16 @@ class Passes:
 
     def work(self, count: int) -> Callable[[], torch.Tensor]:
         rows = 1 if count == PROMPT else count
-        return lambda: self.run(self.context, count, rows)
+        return lambda: self.run(CONTEXT, count, rows)
 
 
 def passes(args: argparse.Namespace) -> None:
     from paceline.models.load.hub import resolve
 
     path = resolve(args.model)
-    modes = {name: Passes(path, args.context, 1 if args.one_core else None, options) for name, options in MODES.items()}
+    modes = {name: Passes(path, 1 if args.one_core else None, options) for name, options in MODES.items()}
     torch.set_num_threads(1)  # torch's; the kernels have threads of their own
-    same = all(
-        torch.equal(modes["fp32"].run(args.context, n, n), modes["blocks"].run(args.context, n, n)) for n in SIZES
-    )
+    same = all(torch.equal(modes["fp32"].run(CONTEXT, n, n), modes["blocks"].run(CONTEXT, n, n)) for n in SIZES)
     times = interleaved(
         {f"{name} {n}": each.work(n) for name, each in modes.items() for n in SIZES}, args.rounds, warmup=2
     )
@@ -104,7 +102,7 @@ def distance(args: argparse.Namespace) -> None:
     from paceline.models.load.open_model import load_model
     from paceline.models.quant.distance import Alone
 
-    talks = from_file(args.prompts)[:: args.every]
+    talks = from_file(args.prompts)
     with LLM(args.model, device="cpu") as llm:
         prompts = [llm.tokenizer.apply_chat_template(talk.messages(())) for talk in talks]
         params = SamplingParams(temperature=0, max_tokens=48)
@@ -179,11 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="passes", choices=("passes", "distance", "transformers"))
     parser.add_argument("--model", default="smollm2", help="a model whose weights are blocks")
-    parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--one-core", action="store_true")
     parser.add_argument("--prompts", type=Path, help="of distance")
-    parser.add_argument("--every", type=int, default=1, help="of distance: take every n-th prompt")
     parser.add_argument("--torch-kernels", action="store_true", help="of transformers: without native kernels")
     args = parser.parse_args()
     if args.one_core:
