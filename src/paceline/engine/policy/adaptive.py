@@ -35,9 +35,9 @@ PLAIN_FIRST, PLAIN_EVERY = 8, 128
 SURPRISE = 0.1  # log(expected / measured seconds) above which the next plan tries more nodes
 FADE_EVERY = 128  # steps after which the records of methods that were not tried are halved
 # Steps whose timings a CPU processes together, one more for every 16 seen: with cold caches one costs as much as eight.
-MOST_LESSONS, STEPS_A_LESSON = 8, 16
+MOST_OBSERVED, STEPS_PER_OBSERVED = 8, 16
 TRIAL_ROWS, TRIAL_NODES = 16, 2  # rows, and nodes of each, for a method with fewer than GUESS_TRIALS drafts
-WORST = -2.0  # plain steps; most that one drafted step counts as lost; not beyond LEAST_LOSS: stopping takes two steps
+WORST = -2.0  # plain steps; cap on the loss of one drafted step, so that one slow step alone pauses no method
 
 _draft_plan = cache(DraftPlan)
 
@@ -58,7 +58,7 @@ class PendingPlan:
     token_weights: dict[str, float] = field(default_factory=dict)
 
 
-class _Lesson(NamedTuple):
+class _ObservedStep(NamedTuple):
     plan: PendingPlan
     result: StepResult
     timing: StepTiming
@@ -78,14 +78,14 @@ class AdaptivePolicy:
         self.guards: defaultdict[str, Guard] = defaultdict(Guard)  # by method
         self.pending, self.min_node_probability = PendingPlan(), 0.0
         self._rows = NO_ROWS  # of the last plan
-        self._lessons: list[_Lesson] = []  # steps observed and not learnt from
-        self._urgent = False  # a lesson is among the first of its method, so the next plan depends on it
+        self._observed: list[_ObservedStep] = []  # steps observed and not learnt from
+        self._urgent = False  # one of them is among the first of its method, so the next plan depends on it
         self.num_steps = 0  # that the policy has learnt from
         # Steps since a plain one, and the number at which one is due. Captured passes take equal times, so on a device
         # the first interval is the longest one.
         self._since_plain, self._plain_due = 0, PLAIN_EVERY if self._on_device else PLAIN_FIRST
         self._explores = self._drafted = False  # the next plan tries more nodes; a step drafted since the last fade
-        self._checks = False  # the plain step under way is for its time; on a device one launched ahead is timed
+        self._checks = False  # the step under way is plain so that its time is known
         self._runs_ahead = False  # some step was launched ahead
         self.expected_gain: float | None = None  # over plain decoding, when drafting was last considered
 
@@ -110,7 +110,7 @@ class AdaptivePolicy:
             base, times = len(sequences), self.tables.step_times[True in rows.sampled]
             if rows.fixed:
                 base += sum([plan.max_nodes for plan in plans])
-            if self._urgent or (len(self._lessons) > 1 and not times.plain_known(base)):
+            if self._urgent or (len(self._observed) > 1 and not times.plain_known(base)):
                 self._learn()
             self._count_step(times.plain_known(base))
             if not self._checks:
@@ -280,24 +280,24 @@ class AdaptivePolicy:
             self._urgent |= not self.tables.survival.is_tried(method)
             if method in self.tables.trees:
                 paths[at] = range(accepted) if result.paths is None else result.paths(at)
-        self._lessons.append(_Lesson(self.pending, result, timing, paths))
+        self._observed.append(_ObservedStep(self.pending, result, timing, paths))
         self.pending = PendingPlan()  # a step launched ahead has no plan
 
     def learn(self) -> None:
-        enough = 1 if self._on_device else min(1 + self.num_steps // STEPS_A_LESSON, MOST_LESSONS)
-        if len(self._lessons) >= enough:
+        enough = 1 if self._on_device else min(1 + self.num_steps // STEPS_PER_OBSERVED, MOST_OBSERVED)
+        if len(self._observed) >= enough:
             self._learn()
 
     def _learn(self) -> None:
         """Learn from all steps observed, and clear the caches."""
-        if self._lessons:
-            for lesson in self._lessons:
-                self._learn_from(lesson)
-            self._lessons, self._urgent = [], False
+        if self._observed:
+            for step in self._observed:
+                self._learn_from(step)
+            self._observed, self._urgent = [], False
             self.tables.changed()
 
-    def _learn_from(self, lesson: _Lesson) -> None:
-        plan, result, timing, paths = lesson
+    def _learn_from(self, step: _ObservedStep) -> None:
+        plan, result, timing, paths = step
         self.num_steps += 1
         self._drafted |= plan.drafts
         if self.num_steps % FADE_EVERY == 0:
@@ -400,4 +400,4 @@ class AdaptivePolicy:
         """Take over a stored state; raise KeyError, TypeError or ValueError on one of another form, unchanged."""
         self.tables.load(state)
         self.guards.clear()
-        self._lessons, self._urgent = [], False
+        self._observed, self._urgent = [], False

@@ -136,7 +136,7 @@ def _levels(candidates: SequenceOf[Candidate], groups: SequenceOf[RowGroup], lim
 
 
 def _draft_seconds(candidates: SequenceOf[Candidate], group_of: Ints, depth: Floats) -> Floats:
-    """Return the seconds of all drafts, as deep as the levels up to each one."""
+    """Return, for each level, the draft seconds once that level and all before it are taken."""
     if len(candidates) == 1:
         a, b = candidates[0].line
         return a + b * np.maximum.accumulate(depth)

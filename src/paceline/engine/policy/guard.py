@@ -80,7 +80,7 @@ class Backoff:
         self._best_in_vain: dict[str, int] = {}  # by method: the highest level that was not worth a draft
 
     def is_active(self, sequences: SequenceOf[Sequence]) -> bool:
-        """The batch is neither smaller than the last one planned nor new enough to be planned again.
+        """Return whether the batch is at least as large as the last one planned, and few of its sequences are new.
 
         On a device one new sequence among many does not end the pause: with many there is one in every few steps, and
         a step that is planned is not launched ahead.
@@ -91,7 +91,7 @@ class Backoff:
         return len({one.key for one in sequences} - self.seen) < least_new
 
     def may_look(self, num_sequences: int) -> bool:
-        """Lookups may be asked for a level that ends the pause: for few sequences on a CPU that costs little."""
+        """Return whether lookups are asked for a level that ends the pause: cheap on a CPU, for few sequences."""
         return num_sequences <= FEW and not self._on_device
 
     def is_ended_by(self, method: str, level: int) -> bool:

@@ -76,7 +76,7 @@ class PolicyTables:
     def candidate(self, step: PlannedStep, offer: Offer) -> Candidate:
         method, rows, levels, needs_model, is_tree, max_depth = offer
         weights: dict[int, float] = {}
-        if step.weigh and not needs_model and step.rows.wait_groups:  # a model's drafts have one length for all rows
+        if step.weigh and not needs_model and step.rows.wait_groups:  # a model drafts equally deep for all rows
             weights = self._token_weights(step, method, dict(zip(rows, levels, strict=True)))
         guess_s = step.times.seconds(1)
         a, b = self.draft_times.line(method, len(rows), guess_s * (PASS_GUESS if needs_model else LOOKUP_GUESS))
