@@ -41,7 +41,14 @@ def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, max_nodes:
             sequence.num_cached = first + 1  # the last shared token is computed once more
         blocks.allocate(sequence, first + count + 1 + max_nodes)
         rows.append(Row(sequence, first, count, first + count == len(prompt), "some", max_nodes))
-    return Batch.of(rows, blocks.tables([row.sequence for row in rows]))
+    batch = Batch.of(rows)
+    batch.tables = tables_of(blocks, [row.sequence for row in rows])
+    return batch
+
+
+def tables_of(blocks: BlockManager, sequences: list[Sequence]) -> np.ndarray:
+    width = max(len(sequence.blocks) for sequence in sequences)
+    return blocks.tables_at(np.array([sequence.req_index for sequence in sequences]), width)
 
 
 def slot(sequence, position, block_size):
@@ -122,7 +129,7 @@ def test_tables_grow_and_seats_are_used_again():
         for index, sequence in enumerate(sequences):
             blocks.allocate(sequence, (index + 1) * 40 * (turn + 1))
         blocks.check(sequences)
-        tables = blocks.tables(sequences[::-1])
+        tables = tables_of(blocks, sequences[::-1])
         assert [[block for block in row if block >= 0] for row in tables.tolist()] == [
             s.blocks for s in sequences[::-1]
         ]

@@ -6,9 +6,10 @@ Nodes are numbered as in a `Draft`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ class Logprobs:
     rank: Tensor  # (B, D + 1) int64, 1 = the most likely
     top_tokens: Tensor  # (B, D + 1, n) int64, most likely first
     top: Tensor  # (B, D + 1, n)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Logprobs:
+        return Logprobs(**{name: change(part) for name, part in vars(self).items()})
 
 
 class VerdictRow(NamedTuple):
@@ -109,9 +113,7 @@ class Verdict:
         """Return the first rows; the others stay in `packed`."""
         packed_rows = 0 if self.packed is None else self.packed_rows or len(self.path)
         parts = {name: getattr(self, name)[:rows] for name in ("tokens", "num_accepted", "path", "kinds")}
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = Logprobs(**{name: part[:rows] for name, part in vars(self.logprobs).items()})
+        logprobs = None if self.logprobs is None else self.logprobs.each(itemgetter(slice(rows)))
         return Verdict(**parts, logprobs=logprobs, packed=self.packed, packed_rows=packed_rows)
 
     def pack(self) -> Tensor:

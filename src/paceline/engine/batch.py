@@ -31,49 +31,42 @@ class Row:
     max_nodes: int = 0
 
 
+@dataclass(eq=False)
 class Batch:
     """The rows of one step as columns, since a step of hundreds of plain rows is a few array operations."""
 
-    def __init__(
-        self,
-        sequences: list[Sequence],
-        first: Ints,
-        count: Ints,
-        samples: Bools,
-        tables: Tables,
-        req_indices: Ints,
-        *,
-        drafts: dict[int, tuple[str, int]] | None = None,
-        token_source: Ints | None = None,
-    ) -> None:
-        self.sequences, self.first, self.count, self.samples, self.tables = sequences, first, count, samples, tables
-        self.ends = first + count  # positions behind the tokens that the step computes, drafts left out
-        self.drafts = drafts or {}  # by row: method, and the most nodes
-        # (B,) the row of the unread verdict that has a row's token; -1: the host knows the token.
-        self.token_source = token_source
+    sequences: list[Sequence]
+    first: Ints  # positions
+    count: Ints
+    samples: Bools
+    req_indices: Ints
+    drafts: dict[int, tuple[str, int]] = field(default_factory=dict)  # by row: method, and the most nodes
+    token_source: Ints | None = None  # (B,) row of the unread verdict that has a row's token; -1: the host knows it
+
+    def __post_init__(self) -> None:
+        self.ends = self.first + self.count  # positions behind the tokens that the step computes, drafts left out
         self.num_drafted = sum([max_nodes for _, max_nodes in self.drafts.values()])  # nodes, at the most
-        self.num_tokens = sum(count.tolist()) + self.num_drafted  # rows of the target pass, at the most
-        self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
-        self.all_sample = len(self.sampling) == len(sequences)
-        self.req_indices = req_indices
+        self.num_tokens = sum(self.count.tolist()) + self.num_drafted  # rows of the target pass, at the most
+        self.sampling: Ints = self.samples.nonzero()[0]  # rows that yield a token
+        self.all_sample = len(self.sampling) == len(self.sequences)
+        self.tables = NO_TABLES
         self.filled: list[int] = []  # rows that fill a block of the cache
         self.changes = -1  # the scheduler's count of sequences that joined or left, when the batch was made
 
     @staticmethod
-    def of(rows: SequenceOf[Row], tables: Tables = NO_TABLES) -> Batch:
+    def of(rows: SequenceOf[Row]) -> Batch:
         first, count = np.array([row.first for row in rows], np.int64), np.array([row.count for row in rows], np.int64)
         req_indices = np.array([row.sequence.req_index for row in rows], np.int64)
         samples = np.array([row.samples for row in rows], np.bool_)
         drafts = {index: (row.method, row.max_nodes) for index, row in enumerate(rows) if row.max_nodes}
-        return Batch([row.sequence for row in rows], first, count, samples, tables, req_indices, drafts=drafts)
+        return Batch([row.sequence for row in rows], first, count, samples, req_indices, drafts)
 
     def joined(self, other: Batch) -> Batch:
         """Return these rows and those of newcomers, whose tokens the host knows; without tables."""
         first, count = np.append(self.first, other.first), np.append(self.count, other.count)
         samples, req_indices = np.append(self.samples, other.samples), np.append(self.req_indices, other.req_indices)
         source = None if self.token_source is None else np.append(self.token_source, np.full(len(other), -1))
-        sequences = [*self.sequences, *other.sequences]
-        return Batch(sequences, first, count, samples, NO_TABLES, req_indices, token_source=source)
+        return Batch([*self.sequences, *other.sequences], first, count, samples, req_indices, token_source=source)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -179,13 +172,8 @@ class EngineStats:
     num_pass_tokens: int = 0  # rows of target passes, each draft at its most nodes
     num_committed_tokens: int = 0
     step_s: float = 0.0
-    model_s: float = 0.0
+    model_s: float = 0.0  # the rest of `step_s` is the engine's own
     late_captures: int = 0  # passes captured and sampling kernels compiled after start-up: steps waited for them
-
-    @property
-    def overhead_s(self) -> float:
-        """Seconds of the steps outside the model."""
-        return self.step_s - self.model_s
 
     def add(self, batch: Batch, committed: int, model_s: float, step_s: float, late_captures: int) -> None:
         self.num_steps += 1

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class BlockManager:
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Give the sequence blocks for `num_tokens` tokens in all; `can_allocate` was true."""
         held = len(sequence.blocks)
-        for _ in range(held, -(-num_tokens // self.block_size)):
+        for _ in range(held, self.blocks_for(num_tokens)):
             block, _ = self._free.popitem(last=False)
             self._forget(block)
             self._references[block] = 1
@@ -65,12 +64,8 @@ class BlockManager:
             self._release((sequence.blocks.pop(),))
             self._tables[sequence.req_index, len(sequence.blocks)] = -1
 
-    def tables(self, sequences: SequenceOf[Sequence]) -> Tables:
-        """Return (S, W) the block ids of sequences that hold some, -1 beyond a sequence's end."""
-        width = max([len(sequence.blocks) for sequence in sequences], default=0)
-        return self.tables_at(np.array([sequence.req_index for sequence in sequences], np.int64), width)
-
     def tables_at(self, req_indices: Ints, width: int) -> Tables:
+        """Return (S, width) the block ids of sequences that hold some, -1 beyond a sequence's end."""
         return self._tables[:, :width].take(req_indices, 0)
 
     def free(self, sequence: Sequence) -> None:

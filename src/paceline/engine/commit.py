@@ -78,17 +78,14 @@ class Committer:
 
     @staticmethod
     def _add_drafts(flight: InFlightStep, result: StepResult, accepted_of: list[int]) -> None:
-        verdict_copy, layout, drafts, rows = flight.verdict_copy, flight.layout, flight.batch.drafts, result.rows
+        verdict_copy, rows, sampling = flight.verdict_copy, result.rows, flight.batch.sampling.tolist()
         assert verdict_copy is not None
-        sampling, nodes, depths = (
-            flight.batch.sampling.tolist(),
-            layout.shape.num_nodes.tolist(),
-            layout.depths.tolist(),
-        )
+        nodes, depths = flight.layout.shape.num_nodes.tolist(), flight.layout.depths.tolist()
         for at, row in enumerate(rows):
             index = sampling[row]
             if nodes[index]:
-                result.drafts[at] = DraftOutcome(drafts[index][0], nodes[index], accepted_of[row], depths[index])
+                method, _ = flight.batch.drafts[index]
+                result.drafts[at] = DraftOutcome(method, nodes[index], accepted_of[row], depths[index])
         result.kinds = lambda at: verdict_copy.kinds(rows[at])
         result.paths = lambda at: verdict_copy.path(rows[at], accepted_of[rows[at]])
 

@@ -30,7 +30,7 @@ from paceline.engine.batch import Batch, StepResult
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.in_flight import InFlightStep
 from paceline.engine.policy import Offer
-from paceline.models.kv_cache import KVCache, KVSpec
+from paceline.models.kv_cache import KVCache
 from paceline.platform.device_timer import Stopwatch
 
 log = logging.getLogger("paceline")
@@ -89,12 +89,11 @@ class DrafterSet:
         self._by_name = {drafter.name: drafter for drafter in drafters}
         self._on_device = {one.name: cast(DeviceDrafter, one) for one in drafters if one.on_device}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
-        self._tapped = [drafter for drafter in self._on_device.values() if drafter.taps]
         self._models = {drafter.name for drafter in drafters if _needs_model(drafter)}
         self._ring, self._on_cuda = TapRing(), False
         self._early: dict[str, EarlyDraft] = {}
         self._timed: dict[str, _Timed] = {}  # by method, of the step that was proposed last
-        self._first_drafts = {drafter.name: (0, 0) for drafter in self._tapped}  # drafts, and those right at first
+        self._first_drafts = {one.name: (0, 0) for one in drafters if one.taps}  # drafts, and those right at first
         self.failures = 0
         self._reported: set[tuple[str, str, type]] = set()
         self._empty = functools.lru_cache(64)(Draft.empty)
@@ -104,10 +103,6 @@ class DrafterSet:
         self.depths = {drafter.name: drafter.depth for drafter in drafters}
         self.retire(())
 
-    @property
-    def kv_specs(self) -> tuple[KVSpec, ...]:
-        return tuple(spec for drafter in self.drafters for spec in drafter.kv_layers)
-
     def bind(self, cache: KVCache, first_layer: int) -> None:
         """Hand every drafter its layers, which follow the target's, and its taps."""
         self._on_cuda = bool(cache.layers) and cache.layers[0].k.is_cuda
@@ -115,19 +110,22 @@ class DrafterSet:
             last = first_layer + len(drafter.kv_layers)
             drafter.bind(cache.layers[first_layer:last], cache.block_size)
             first_layer = last
-        for tapped in self._tapped:
-            tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])
+        for tapped in self._devices:
+            if tapped.taps:
+                tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])
 
     def retire(self, names: Collection[str]) -> None:
         """Switch drafters off for good."""
         self.retired = frozenset(names)
         self._working = [drafter for drafter in self.drafters if drafter.name not in self.retired]
+        self._hosts = [drafter for drafter in self._working if isinstance(drafter, HostDrafter)]
+        self._devices = [drafter for name, drafter in self._on_device.items() if name not in self.retired]
         self.working = tuple(drafter.name for drafter in self._working)
-        named = {one.name for one in self._working if isinstance(one, HostDrafter) and one.only_by_name}
+        named = {drafter.name for drafter in self._hosts if drafter.only_by_name}
         automatic = tuple(name for name in self.working if name not in named)
         self._serving: dict[str, tuple[str, ...]] = {AUTO: automatic}
         self.has_model = not self._models.isdisjoint(automatic)
-        self.begins = frozenset(self._on_device) - self.retired  # methods that may begin drafts behind a step
+        self.begins = frozenset(drafter.name for drafter in self._devices)  # they may begin drafts behind a step
 
     def close(self) -> None:
         """Close the drafters, which store what the next run can use."""
@@ -185,9 +183,7 @@ class DrafterSet:
         `min_node_probability`: as in `DraftRequest`.
         """
         early, self._early, self._timed = self._early, {}, {}
-        if not batch.num_drafted:
-            return self._empty(len(batch.sampling))
-        place = batch.place
+        rows, place = len(batch.sampling), batch.place if batch.num_drafted else ()
         requests: dict[str, list[tuple[int, DraftRequest]]] = {}  # by method: row of the draft, and its request
         for index, (method, max_nodes) in batch.drafts.items():
             if method not in self.retired:
@@ -195,18 +191,16 @@ class DrafterSet:
                 requests.setdefault(method, []).append((place[index], request))
         parts: list[tuple[list[int], Draft]] = []
         for method, asked in requests.items():
-            begun = early.get(method)
-            ready = (
-                [] if begun is None or not begun.read else [one for one in asked if one[1].sequence.key in begun.rows]
-            )
-            if begun is not None and ready:
-                parts.append(([row for row, _ in ready], self._use_early(begun, method, [one for _, one in ready])))
-                asked = [one for one in asked if one not in ready]
+            begun, ready = early.get(method), list[tuple[int, DraftRequest]]()
+            if begun is not None and begun.read:
+                ready = [one for one in asked if one[1].sequence.key in begun.rows]
+                asked = [one for one in asked if one[1].sequence.key not in begun.rows]
+                if ready:
+                    parts.append(([row for row, _ in ready], self._use_early(begun, method, [one for _, one in ready])))
             if asked:
                 draft = self._draft(method, [one for _, one in asked], alone=not ready)
                 if draft is not None:
                     parts.append(([row for row, _ in asked], draft))
-        rows = len(batch.sampling)
         return merge_drafts(parts, rows, self._vocab_size) if parts else self._empty(rows)
 
     def begin_early(self, batch: Batch, rows: SequenceOf[tuple[int, int]], unread: UnreadVerdict | None) -> None:
@@ -214,18 +208,18 @@ class DrafterSet:
         if unread is None:
             return
         place = batch.place
-        for name in self.begins:
-            its_own = [(index, nodes) for index, nodes in rows if batch.drafts[index][0] == name]
+        for drafter in self._devices:
+            its_own = [(index, nodes) for index, nodes in rows if batch.drafts[index][0] == drafter.name]
             if not its_own:
                 continue
             requests = [DraftRequest(batch.sequences[index], nodes) for index, nodes in its_own]
-            drafter, behind = self._on_device[name], replace(unread, rows=[place[index] for index, _ in its_own])
+            behind = replace(unread, rows=[place[index] for index, _ in its_own])
             with Stopwatch(unread.tokens.is_cuda) as watch:
                 draft = self._propose(drafter, requests, behind)
             if draft is not None and draft.width:
                 counts = draft.num_nodes.tolist()
                 row_of = {one.sequence.key: row for row, one in enumerate(requests) if counts[row]}
-                self._early[name] = EarlyDraft(draft, row_of, watch if drafter.time_is_typical else None)
+                self._early[drafter.name] = EarlyDraft(draft, row_of, watch if drafter.time_is_typical else None)
 
     def _use_early(self, begun: EarlyDraft, method: str, requests: list[DraftRequest]) -> Draft:
         """Return the rows of an early draft, cut to the nodes that are requested now."""
@@ -302,13 +296,13 @@ class DrafterSet:
             if not samples and last == len(tokens) - 2 and len(tokens) > sequence.num_prompt:
                 # Computed anew but for its last token: the next step may draft, and no verdict writes its taps.
                 self._ring.put(sequence.req_index, last, taps[begin + count - 1], tokens[-1])
-        working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
-        for drafter in working if chunks else ():
+        tapped = [drafter for drafter in self._devices if drafter.taps]
+        for drafter in tapped if chunks else ():
             self._safely(drafter, drafter.read_chunks, chunks, taps)
         if verdict is not None:
             sequences, most = batch.sampled_sequences, flight.draft.max_depth + 1
             req_indices = [sequence.req_index for sequence in sequences]
-            for drafter in working:
+            for drafter in tapped:
                 self._safely(drafter, drafter.before_store, sequences, most)
             if taps.is_cpu:
                 numbers = batch.sampled_lengths.tolist(), layout.shape.node_rows.tolist()
@@ -325,9 +319,8 @@ class DrafterSet:
         if not batch.drafts:
             return
         method_of = {batch.sequences[index].key: method for index, (method, _) in batch.drafts.items()}
-        for name, drafter in self._on_device.items():
-            if name in self.retired:
-                continue
+        for drafter in self._devices:
+            name = drafter.name
             rows = self._early[name].rows if name in self._early else {}
             verified = [VerifiedDraft(one, one.num_computed) for one in sequences if method_of.get(one.key) == name]
             early = [sequence for sequence in sequences if sequence.key in rows]
@@ -340,14 +333,12 @@ class DrafterSet:
             if draft.method in self._first_drafts:
                 path = range(draft.accepted) if result.paths is None else result.paths(at)
                 self._count_first(draft.method, draft.accepted > 0 and path[0] == 0)
-        chunks = batch.chunks
-        hosts = [drafter for drafter in self._working if isinstance(drafter, HostDrafter)] if chunks else []
-        for index in chunks:
-            sequence, end = batch.sequences[index], int(batch.first[index] + batch.count[index])
-            for host in hosts if not sequence.finished else ():
+        for index in batch.chunks:
+            sequence, end = batch.sequences[index], int(batch.ends[index])
+            for host in self._hosts if not sequence.finished else ():
                 self._safely(host, host.index_prompt, sequence, min(end, sequence.num_prompt))
-        for drafter in self._on_device.values():
-            if grown and drafter.kv_layers and drafter.name not in self.retired:
+        for drafter in self._devices if grown else ():
+            if drafter.kv_layers:
                 self._safely(drafter, self._mark, drafter, grown)
 
     def _count_first(self, method: str, right: bool) -> None:

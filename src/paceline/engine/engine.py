@@ -25,7 +25,7 @@ from paceline.engine.block_manager import NONE_RESERVED, BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep
-from paceline.engine.policy import Policy
+from paceline.engine.policy import Policy, any_sampled
 from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.engine.runner import Runner
 from paceline.engine.sampler import Sampler
@@ -86,7 +86,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._in_flight: InFlightStep | None = None  # launched by the last call of `step`
         self._reserved = NONE_RESERVED  # slots that drafts begun behind the step under way write
-        self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, until its step is published
+        self._lost: tuple[list[Sequence], Exception | None] = [], None  # by a failed pass, until a step is published
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -169,8 +169,7 @@ class Engine:
         if self.drafters.drafters:
             self.policy.observe(result, timing)
             if flight.batch.only_decodes:
-                sampled = any(sequence.sampled for sequence in result.sequences)
-                plain_s = self.policy.plain_seconds(len(flight.batch), sampled)
+                plain_s = self.policy.plain_seconds(len(flight.batch), any_sampled(result.sequences))
         else:
             plain_s = timing.step_s
         self.clock.share(flight.batch, result, timing.step_s, plain_s)
@@ -178,8 +177,7 @@ class Engine:
 
     def _with_failed(self, result: StepResult) -> StepResult:
         """Add the requests of a pass that failed to the result of a step, and forget all that ended in it."""
-        lost, self._lost = self._lost, None
-        sequences, problem = lost if lost is not None else ((), None)
+        (sequences, problem), self._lost = self._lost, ([], None)
         for sequence in dict.fromkeys(sequences):
             if not sequence.finished:
                 self.committer.fail(sequence, f"{type(problem).__name__}: {problem}")

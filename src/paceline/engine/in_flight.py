@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from paceline.core.draft import Draft, packed_to
 from paceline.core.sequence import Sequence, TokenLogprobs
-from paceline.core.verdict import Logprobs, UnreadVerdict, Verdict
+from paceline.core.verdict import UnreadVerdict, Verdict
 from paceline.engine.batch import Batch
 from paceline.engine.layout import PassLayout
 from paceline.engine.sampler import PromptLogprobs, logprob_entries
@@ -27,8 +28,7 @@ class VerdictCopy:
         self._logprobs = verdict.logprobs
         if verdict.is_cuda:
             if verdict.logprobs is not None:  # ahead of the verdict in the stream, so the same event covers them
-                parts = {name: part.to("cpu", non_blocking=True) for name, part in vars(verdict.logprobs).items()}
-                self._logprobs = Logprobs(**parts)
+                self._logprobs = verdict.logprobs.each(lambda part: part.to("cpu", non_blocking=True))
             self._fetch(staging)
 
     def _fetch(self, staging: Staging) -> None:
@@ -36,8 +36,9 @@ class VerdictCopy:
         rows, depth = self._verdict.path.shape
         places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
         self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
-        numbers = [packed[place].view(np.int64) for place in places[:3]]
-        self._parts: list[Any] = [*numbers, packed[places[3]]]  # tokens, accepted, path, kinds
+        tokens, accepted, path = (packed[place].view(np.int64) for place in places[:3])
+        self._tokens, self._accepted = tokens.reshape(-1, depth + 1)[:rows], accepted[:rows]  # more are packed
+        self._path, self._kinds = path.reshape(len(accepted), depth), packed[places[3]].reshape(-1, depth + 1)
 
     @property
     def has_arrived(self) -> bool:
@@ -49,33 +50,28 @@ class VerdictCopy:
         if self._arrived is None:
             verdict_rows = self._verdict.rows
             return [row.tokens for row in verdict_rows], [len(row.path) for row in verdict_rows]
-        rows, width = self._verdict.tokens.shape
         self._arrived.synchronize()
-        tokens, accepted = self._parts[0][: rows * width].tolist(), self._parts[1][:rows].tolist()  # more are packed
-        if width == 1:
-            return [[token] for token in tokens], accepted
-        begins = range(0, rows * width, width)
-        return [tokens[begin : begin + count + 1] for begin, count in zip(begins, accepted, strict=True)], accepted
+        tokens, accepted = self._tokens.tolist(), self._accepted.tolist()
+        if self._tokens.shape[1] == 1:
+            return tokens, accepted
+        return [row[: count + 1] for row, count in zip(tokens, accepted, strict=True)], accepted
 
     def kinds(self, row: int) -> list[int]:
         """Return the TokenKind of each place for a token of a row that was read."""
         if self._arrived is None:
             return self._verdict.rows[row].kinds
-        width = self._verdict.tokens.shape[1]
-        return list(self._parts[3][row * width : (row + 1) * width].tolist())
+        return list(self._kinds[row].tolist())
 
     def path(self, row: int, accepted: int) -> list[int]:
         """Return the accepted nodes of a row's draft that was read."""
         if self._arrived is None:
             return self._verdict.rows[row].path
-        depth = self._verdict.path.shape[1]
-        return list(self._parts[2][row * depth : row * depth + accepted].tolist())
+        return list(self._path[row, :accepted].tolist())
 
     def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
         """Return, for each committed token of a row, its own logprob and those of the `most` most likely tokens."""
         assert self._logprobs is not None
-        of_row = Logprobs(**{name: part[row] for name, part in vars(self._logprobs).items()})
-        return logprob_entries(of_row, tokens, most)
+        return logprob_entries(self._logprobs.each(itemgetter(row)), tokens, most)
 
 
 @dataclass
@@ -85,29 +81,32 @@ class InFlightStep:
     batch: Batch
     layout: PassLayout
     draft: Draft
-    verdict: Verdict | None  # None: no row sampled
-    verdict_copy: VerdictCopy | None
     model_s: float
     time_is_typical: bool  # nothing was compiled or captured, so the step's time is typical
     ahead: bool = False  # launched before the step before it was read
+    verdict: Verdict | None = None  # None: no row sampled
+    verdict_copy: VerdictCopy | None = None
     prompts: PromptLogprobs | None = None
-    begins: bool = False  # drafters read or continue from the verdict on the device
 
     @functools.cached_property
     def unread(self) -> UnreadVerdict | None:
-        """The verdict on the device, as wide as the draft is deep: one of a captured verification has its graph's
-        width, and drafters would read positions that no token is committed to."""
+        """The verdict on the device for drafters, as wide as the draft is deep: one of a captured verification has its
+        graph's width, and drafters would read positions that no token is committed to."""
         batch, verdict, depth = self.batch, self.verdict, self.draft.max_depth
         if verdict is None:
             return None
         tokens, path = verdict.tokens[:, : depth + 1], verdict.path[:, :depth]
-        rows = range(len(batch.sampling))
-        unread = UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=rows)
-        if not self.begins:
-            return unread
         columns = batch.sampled_lengths, self.layout.shape.node_rows, batch.sampled_req_indices
-        length, node_row, req_index = packed_to(tokens.device, *(torch.from_numpy(column) for column in columns))
-        return replace(unread, length=length, node_row=node_row, req_index=req_index)
+        length, node_row, req_index = packed_to(tokens.device, *map(torch.from_numpy, columns))
+        return UnreadVerdict(
+            tokens=tokens,
+            num_accepted=verdict.num_accepted,
+            path=path,
+            rows=range(len(batch.sampling)),
+            length=length,
+            node_row=node_row,
+            req_index=req_index,
+        )
 
     @property
     def is_over(self) -> bool:

@@ -19,22 +19,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from paceline.core.sequence import Sequence
+from paceline.engine import events
 from paceline.engine.batch import StepResult
 from paceline.engine.engine import Engine
-from paceline.engine.events import (
-    Accepted,
-    Call,
-    Cancel,
-    Close,
-    Command,
-    Delta,
-    Ended,
-    Event,
-    Failed,
-    FinishedAnswer,
-    Request,
-    Submit,
-)
 from paceline.errors import EngineClosed, EngineDied, InvalidParameter, PacelineError, QueueFull, RequestFailed
 from paceline.text.grammar import FIELD as GRAMMAR
 
@@ -46,7 +33,7 @@ CLOSED = "the model was closed; load it again to go on"
 class Receiver(Protocol):
     """Called by the loop: it must neither wait nor raise."""
 
-    def put(self, event: Event, /) -> None: ...
+    def put(self, event: events.Event, /) -> None: ...
 
 
 class EventSink(Receiver, Protocol):
@@ -64,28 +51,25 @@ class _OpenRequest:
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, commands: SimpleQueue[Command], events: EventSink) -> None:
-        self.engine, self._commands, self._events = engine, commands, events
+    def __init__(self, engine: Engine, commands: SimpleQueue[events.Command], sink: EventSink) -> None:
+        self.engine, self._commands, self._sink = engine, commands, sink
         self._open: dict[str, _OpenRequest] = {}
         self._watched: set[str] = set()  # requests that are streamed, or have no first token yet
-        self._backlog: deque[Request] = deque()  # those that may wait, in order of arrival
+        self._backlog: deque[events.Request] = deque()  # those that may wait, in order of arrival
         self._died: EngineDied | None = None
 
     def run(self) -> None:
         """Take commands and step until a `Close`."""
         while self._take_commands():
             with self.engine.at_work():
-                self._work()
-
-    def _work(self) -> None:
-        """Step until a command comes, or until there is nothing to do."""
-        going = True
-        while going:
-            self._admit_backlog()
-            if self.engine.has_work:
-                self._step()
-            self._events.flush()
-            going = self.engine.has_work and self._commands.empty()
+                going = True
+                while going:  # until a command comes, or there is nothing to do
+                    while self._backlog and self._add(self._backlog[0]):
+                        self._backlog.popleft()
+                    if self.engine.has_work:
+                        self._step()
+                    self._sink.flush()
+                    going = self.engine.has_work and self._commands.empty()
 
     def abandon(self, error: PacelineError) -> None:
         """Fail every request that is open and every command that is left."""
@@ -94,12 +78,12 @@ class EngineLoop:
         self._backlog.clear()
         while not self._commands.empty():
             match self._commands.get():
-                case Submit(requests):
+                case events.Submit(requests):
                     for request in requests:
                         self._fail(request.request_id, error)
-                case Cancel(_, done) if done is not None:
+                case events.Cancel(_, done) if done is not None:
                     done.set_result(None)
-                case Call(_, done):
+                case events.Call(_, done):
                     done.set_exception(_fresh(error))
 
     # -- commands
@@ -110,26 +94,22 @@ class EngineLoop:
         while idle or not self._commands.empty():
             idle = False
             match self._commands.get():
-                case Submit(requests):
+                case events.Submit(requests):
                     for request in requests:
                         self._submit(request)
-                case Cancel(request_ids, done):
+                case events.Cancel(request_ids, done):
                     self._cancel(request_ids, done)
-                case Call(function, done):
+                case events.Call(function, done):
                     self._call(function, done)
-                case Close():
+                case events.Close():
                     return False
         return True
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: events.Request) -> None:
         if (request.may_wait and self._backlog) or not self._add(request):
             self._backlog.append(request)
 
-    def _admit_backlog(self) -> None:
-        while self._backlog and self._add(self._backlog[0]):
-            self._backlog.popleft()
-
-    def _add(self, request: Request) -> bool:
+    def _add(self, request: events.Request) -> bool:
         """Add a request to the engine, or fail it. Return False where the queue is full and the request may wait."""
         request_id = request.request_id
         try:
@@ -148,7 +128,7 @@ class EngineLoop:
             self._open[request_id] = _OpenRequest(sequences, len(sequences), request.streamed)
             self._watched.add(request_id)
             if request.streamed:
-                self._events.put(Accepted(request_id, sequences))
+                self._sink.put(events.Accepted(request_id, sequences))
         return True
 
     def _cancel(self, request_ids: SequenceOf[str], done: Future[None] | None) -> None:
@@ -218,59 +198,39 @@ class EngineLoop:
             if not request.streamed:
                 self._watched.discard(request_id)
         if request.streamed:
-            self._events.put(_delta(result, index, sequence.finish_reason if finished else None))
+            self._sink.put(_delta(result, index, sequence.finish_reason if finished else None))
         if finished:
             request.unfinished -= 1
             if not request.unfinished:
                 self._forget(request_id)
-                self._events.put(_ended(request, request.first_token_time, now))
+                self._sink.put(_ended(request.sequences, request.first_token_time, now))
 
     def _fail(self, request_id: str, problem: Exception) -> None:
         self._forget(request_id)
-        self._events.put(Failed(request_id, _failure(problem)))
+        self._sink.put(events.Failed(request_id, _failure(problem)))
 
     def _forget(self, request_id: str) -> _OpenRequest | None:
         self._watched.discard(request_id)
         return self._open.pop(request_id, None)
 
 
-def _delta(result: StepResult, index: int, finish_reason: str | None) -> Delta:
+def _delta(result: StepResult, index: int, finish_reason: str | None) -> events.Delta:
     sequence, tokens, draft = result.sequences[index], list(result.tokens[index]), result.drafts.get(index)
     logprobs = None if sequence.logprobs is None else sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
-    return Delta(
-        sequence.request_id,
-        sequence.index,
-        tokens,
-        result.kinds_of(index),
-        result.texts.get(index, ""),
-        finish_reason,
-        logprobs,
-        None if draft is None else (draft.method, draft.nodes, draft.depth),
-    )
+    kinds, text = result.kinds_of(index), result.texts.get(index, "")
+    drafted = None if draft is None else (draft.method, draft.nodes, draft.depth)
+    return events.Delta(sequence.request_id, sequence.index, tokens, kinds, text, finish_reason, logprobs, drafted)
 
 
-def _ended(request: _OpenRequest, first_token_time: float, finished_time: float) -> Ended:
-    first = request.sequences[0]
-    return Ended(
-        first.request_id,
-        [_answer(sequence) for sequence in request.sequences],
-        first_token_time,
-        finished_time,
-        max(sequence.num_cached_prompt for sequence in request.sequences),
-        first.prompt_logprobs,
-    )
+def _ended(sequences: list[Sequence], first_token_time: float, finished_time: float) -> events.Ended:
+    first, answers = sequences[0], [_answer(sequence) for sequence in sequences]
+    cached = max(sequence.num_cached_prompt for sequence in sequences)
+    return events.Ended(first.request_id, answers, first_token_time, finished_time, cached, first.prompt_logprobs)
 
 
-def _answer(sequence: Sequence) -> FinishedAnswer:
-    return FinishedAnswer(
-        sequence.index,
-        sequence.output_tokens,
-        sequence.text,
-        sequence.finish_reason or "",
-        sequence.stop_reason,
-        sequence.logprobs,
-        sequence.stats,
-    )
+def _answer(one: Sequence) -> events.FinishedAnswer:
+    ending = one.finish_reason or "", one.stop_reason
+    return events.FinishedAnswer(one.index, one.output_tokens, one.text, *ending, one.logprobs, one.stats)
 
 
 def _failure(problem: Exception) -> PacelineError:
@@ -294,19 +254,19 @@ class EngineThread:
 
     def __init__(self, engine: Engine, at_end: Callable[[], None] = lambda: None) -> None:
         """`at_end` is called by the thread after its last step."""
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._commands: SimpleQueue[events.Command] = SimpleQueue()
         self._receivers: dict[str, Receiver] = {}
         self._refusal: PacelineError | None = None  # set: nothing is put into the queue any more
         self._lock = threading.RLock()  # of the refusal; a stream that is garbage may be dropped while it is held
         self._thread = threading.Thread(target=self._run, args=(engine, at_end), name="paceline-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, requests: list[Request], receiver: Receiver) -> None:
+    def submit(self, requests: list[events.Request], receiver: Receiver) -> None:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a function called on the engine's thread cannot wait for answers")
         for request in requests:
             self._receivers[request.request_id] = receiver
-        self._post(Submit(requests))
+        self._post(events.Submit(requests))
 
     def cancel(self, request_ids: SequenceOf[str]) -> Future[None]:
         """End the requests and their events. The future is done once their blocks are free."""
@@ -314,7 +274,7 @@ class EngineThread:
         for request_id in request_ids:
             self._receivers.pop(request_id, None)
         try:
-            self._post(Cancel(list(request_ids), done))
+            self._post(events.Cancel(list(request_ids), done))
         except PacelineError:  # closed: nothing runs any more
             done.set_result(None)
         return done
@@ -322,22 +282,22 @@ class EngineThread:
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Run `function(engine)` between two steps."""
         done: Future[T] = Future()
-        self._post(Call(function, done))
+        self._post(events.Call(function, done))
         return done
 
     def close(self) -> None:
         """Refuse later commands, fail open requests, and return once `at_end` has been called."""
         with self._lock:
             if self._refusal is None:
-                self._commands.put(Close())
+                self._commands.put(events.Close())
                 self._refusal = EngineClosed(CLOSED)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def put(self, event: Event, /) -> None:
+    def put(self, event: events.Event, /) -> None:
         """Hand an event of the loop to its request's receiver, if there is one."""
         receivers = self._receivers
-        is_last = isinstance(event, Ended | Failed)
+        is_last = isinstance(event, events.Ended | events.Failed)
         receiver = receivers.pop(event.request_id, None) if is_last else receivers.get(event.request_id)
         if receiver is not None:
             try:
@@ -348,7 +308,7 @@ class EngineThread:
     def flush(self) -> None:
         """Do nothing: events are handed over one by one."""
 
-    def _post(self, command: Command) -> None:
+    def _post(self, command: events.Command) -> None:
         with self._lock:
             if self._refusal is not None:
                 raise _fresh(self._refusal)

@@ -60,8 +60,8 @@ class Runner:
         draft = draft.repaired(vocab_size) if captured else draft.on_host(vocab_size)
         layout = lay_out(batch, draft, self.cache.block_size)
         tokens_on_device = draft.tokens.flatten() if layout.tokens_on_device else None
-        if after is not None and after.unread is not None:
-            tokens_on_device = after.unread.tokens[:, 0].clamp_min(0)  # verdict.INVALID is no token
+        if after is not None and after.verdict is not None:
+            tokens_on_device = after.verdict.tokens[:, 0].clamp_min(0)  # verdict.INVALID is no token
         if tokens_on_device is not None:
             (codes,) = packed_to(tokens_on_device.device, layout.tokens.long())
             layout.tokens = filled_in(codes, tokens_on_device)
@@ -69,15 +69,10 @@ class Runner:
         rows = rows_with_logits(layout)
         output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        time_is_typical, logits, prompts, verdict, verdict_copy = (
-            output.time_is_typical,
-            output.logits,
-            None,
-            None,
-            None,
-        )
+        logits, typical = output.logits, output.time_is_typical
+        flight = InFlightStep(batch, layout, draft, model_s, typical, ahead=after is not None)
         if layout.prompts:  # such a pass computes more logits than others, so its time is not typical
-            prompts, time_is_typical = look_at_prompts(layout, rows, logits), False
+            flight.prompts, flight.time_is_typical = look_at_prompts(layout, rows, logits), False
             logits = moved_to_front(logits, torch.searchsorted(rows, layout.shape.logit_rows))
         if len(batch.sampling):
             verdict = self.sampler.verify(
@@ -88,15 +83,11 @@ class Runner:
                 lengths=batch.sampled_lengths,
                 req_indices=batch.sampled_req_indices,
             )
-            verdict_copy = VerdictCopy(verdict, self._staging)
-            time_is_typical = time_is_typical and self.sampler.time_is_typical
+            flight.verdict, flight.verdict_copy = verdict, VerdictCopy(verdict, self._staging)
+            flight.time_is_typical &= self.sampler.time_is_typical
             if layout.is_tree and verdict.moves:
                 # The slots are still the sequences' own, also of those that end in this step.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
-        begins, ahead = output.taps is not None or bool(self.drafters.begins), after is not None
-        flight = InFlightStep(
-            batch, layout, draft, verdict, verdict_copy, model_s, time_is_typical, ahead, prompts, begins
-        )
         if output.taps is not None:
             self.drafters.gather(flight, output.taps)
         return flight

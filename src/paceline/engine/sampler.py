@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -159,10 +160,9 @@ class PromptLogprobs:
 
     def hand_out(self) -> None:
         """Append them to their sequences; tokens computed again after a preemption are left out."""
-        on_host, at = Logprobs(**{name: part.cpu() for name, part in vars(self.logprobs).items()}), 0
+        on_host, at = self.logprobs.each(Tensor.cpu), 0
         for sequence, first, count, _ in self.rows:
-            part = Logprobs(**{name: values[at : at + count] for name, values in vars(on_host).items()})
-            at += count
+            part, at = on_host.each(itemgetter(slice(at, at + count))), at + count
             known, most = sequence.prompt_logprobs, sequence.params.prompt_logprobs or 0
             assert known is not None
             assert len(known) >= first - 1, "a part of the prompt was never computed"

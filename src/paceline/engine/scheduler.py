@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import sys
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -20,7 +19,7 @@ import numpy as np
 
 from paceline.config import MAX_K, EngineConfig
 from paceline.core.sequence import Sequence, Status
-from paceline.engine.batch import NO_TABLES, Batch, Row
+from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager, Reserved
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.policy import NO_DRAFT, DraftPlan, Policy
@@ -46,15 +45,15 @@ class Scheduler:
         policy: Policy,
         drafters: DrafterSet,
         *,
-        context: int = sys.maxsize,
-        listeners: SequenceOf[SequenceListener] = (),
+        context: int,
+        listeners: SequenceOf[SequenceListener],
     ) -> None:
         """`context`: the most tokens of a sequence, and slots for them."""
         self.config, self.blocks, self.policy, self.drafters = config, blocks, policy, drafters
         self._scratch_slots, self._depths, self._context = drafters.scratch_slots, drafters.depths, context
         # After a prefix hit the last shared token is computed once more, for drafters that keep K/V of pairs.
         self._recompute_last = drafters.shifted_kv
-        self._listeners = tuple(listeners)
+        self._listeners = listeners
         self._most_tokens = config.max_num_batched_tokens
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
@@ -99,10 +98,7 @@ class Scheduler:
         if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
             self._admit()  # not in a step that had to preempt: the newcomer would be next
         rows = list(self._rows.values())
-        batch, size = Batch.of(rows), self.blocks.block_size
-        width = max([len(row.sequence.blocks) for row in rows], default=0)
-        batch.tables = self.blocks.tables_at(batch.req_indices, width)
-        return self._end(batch, [at for at, row in enumerate(rows) if row.first % size + row.count >= size])
+        return self._end(Batch.of(rows), max([len(row.sequence.blocks) for row in rows], default=0))
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """Schedule the step after a plain one whose verdict is not read: every row that samples goes on by one token,
@@ -134,9 +130,7 @@ class Scheduler:
         self._admit()
         if self._rows:
             ahead = ahead.joined(Batch.of(list(self._rows.values())))
-        size = self.blocks.block_size
-        ahead.tables = self.blocks.tables_at(ahead.req_indices, self.blocks.blocks_for(int(ahead.ends.max())))
-        return self._end(ahead, np.flatnonzero(ahead.first % size + ahead.count >= size).tolist())
+        return self._end(ahead, self.blocks.blocks_for(int(ahead.ends.max())))
 
     def _continued(self, batch: Batch) -> Batch | None:
         """Return the rows that go on behind `batch`: one token of each that samples, and the next chunk of prompts.
@@ -163,7 +157,7 @@ class Scheduler:
                 left -= int(count[row])
             if not count.all():
                 return None
-        return Batch(sequences, first, count, samples, NO_TABLES, batch.req_indices[rows], token_source=token_source)
+        return Batch(sequences, first, count, samples, batch.req_indices[rows], token_source=token_source)
 
     def _growing(self, ahead: Batch) -> list[tuple[Sequence, int]]:
         """Return the sequences that need blocks, and the end of the slots they need."""
@@ -204,16 +198,11 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whether it runs, waits or is cancelled; its blocks are free when this returns."""
-        self._changes += 1
-        self._looking.pop(sequence.key, None)
-        if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-        elif sequence.status is Status.WAITING:
+        if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.status is not Status.FINISHED:  # also one that waits: it may have run before it was preempted
             self._leave(sequence)
-        self.blocks.free(sequence)
         self._arrival.pop(sequence.key, None)
         sequence.status = Status.FINISHED
 
@@ -232,8 +221,11 @@ class Scheduler:
     def _begin(self, num_tokens: int = 0) -> None:
         self._rows, self._num_tokens, self._num_drafted = {}, num_tokens, 0
 
-    def _end(self, batch: Batch, filled: list[int]) -> Batch:
-        self._rows, batch.changes, batch.filled = {}, self._changes, filled
+    def _end(self, batch: Batch, width: int) -> Batch:
+        size = self.blocks.block_size
+        self._rows, batch.changes = {}, self._changes
+        batch.filled = np.flatnonzero(batch.first % size + batch.count >= size).tolist()
+        batch.tables = self.blocks.tables_at(batch.req_indices, width)
         return batch
 
     def _continue(self, sequence: Sequence, promised: int = 0, plan: DraftPlan = NO_DRAFT) -> None:
@@ -308,8 +300,13 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
 
     def _leave(self, sequence: Sequence) -> None:
+        self._changes += 1
+        self._looking.pop(sequence.key, None)
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
         for listener in self._listeners:
             listener.left(sequence)
+        self.blocks.free(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Another answer to the prompt is computing it; this one will find it in the prefix cache."""
@@ -323,11 +320,7 @@ class Scheduler:
         if row is not None:
             self._num_tokens -= row.count + row.max_nodes
             self._num_drafted -= row.max_nodes
-        self._changes += 1
-        self._looking.pop(sequence.key, None)
-        self.running.remove(sequence)
         self._leave(sequence)
-        self.blocks.free(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed = sequence.num_cached = 0
         sequence.num_preemptions += 1
