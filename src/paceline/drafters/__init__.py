@@ -26,24 +26,8 @@ _HOMES = {
     "TappedDrafter": "drafters.tapped",
     "KVSpec": "models.kv_cache",
 }
-__all__ = [
-    "AUTO",
-    "METHODS",
-    "NONE",
-    "DeviceDraft",
-    "Draft",
-    "DraftRequest",
-    "Drafter",
-    "DrafterContext",
-    "HostDraft",
-    "HostDrafter",
-    "KVSpec",
-    "Proposal",
-    "TapBatch",
-    "TappedDrafter",
-    "UnreadVerdict",
-    "VerifiedDraft",
-]
+__all__ = ["AUTO", "METHODS", "NONE", "DeviceDraft", "Draft", "DraftRequest", "Drafter", "DrafterContext", "HostDraft"]
+__all__ += ["HostDrafter", "KVSpec", "Proposal", "TapBatch", "TappedDrafter", "UnreadVerdict", "VerifiedDraft"]
 
 
 def __getattr__(name: str) -> Any:

@@ -83,11 +83,14 @@ def check_is_number(name: str, tensor: Tensor, folder: Path) -> None:
         raise BrokenModel(f"{folder}: tensor {name} has dtype {tensor.dtype}; it must be one of {allowed}")
 
 
-def chosen(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the tensors of `shapes`, to be written."""
+def chosen(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> dict[str, Tensor]:
+    """Return the tensors of `shapes`, to be written, and beside `d2t` the draft vocabulary as `t2d`, (V,) bool."""
     assert tensors.keys() >= shapes.keys(), f"missing: {sorted(shapes.keys() - tensors.keys())}"
     written = {name: tensors[name].detach().cpu().contiguous() for name in shapes}
     assert all(tuple(written[name].shape) == shape for name, shape in shapes.items()), "shapes contradict the config"
+    if "d2t" in written:
+        written["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
+        written["t2d"][draft_ids(written["d2t"])] = True
     return written
 
 
@@ -100,13 +103,6 @@ def check_draft_ids(ids: Tensor, vocab_size: int, folder: Path) -> None:
     """Refuse ids outside the vocabulary: a GPU's trees are not checked again."""
     if len(wrong := ids[(ids < 0) | (ids >= vocab_size)]):
         raise BrokenModel(f"{folder} drafts token {int(wrong[0])}, and the vocabulary has {vocab_size}")
-
-
-def in_draft_vocabulary(offsets: Tensor, vocab_size: int) -> Tensor:
-    """Return the tensor `t2d`, (V,) bool, from `d2t`."""
-    drafted = torch.zeros(vocab_size, dtype=torch.bool)
-    drafted[draft_ids(offsets)] = True
-    return drafted
 
 
 def write_folder(folder: Path, config: Json, tensors: Mapping[str, Tensor]) -> None:
@@ -134,13 +130,8 @@ class TargetShape:
 
     @staticmethod
     def of(config: ModelConfig, embedding: Tensor, name: str = "") -> TargetShape:
-        return TargetShape(
-            name=name,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            vocab_size=config.vocab_size,
-            embedding_sample=embedding_sample(embedding, config.vocab_size),
-        )
+        sizes = {field: getattr(config, field) for field in ("hidden_size", "num_layers", "vocab_size")}
+        return TargetShape(name=name, embedding_sample=embedding_sample(embedding, config.vocab_size), **sizes)
 
     def is_like(self, embedding: Tensor) -> bool:
         """Return whether the embedding (V, H) may be the one sampled; without a sample any may."""
@@ -177,15 +168,31 @@ def target_of(fields: JsonFields) -> TargetShape:
     )
 
 
-def refuse_another(trained: TargetShape, source: str | Path, *facts: tuple[str, int, int]) -> None:
-    """Raise for a fact (name, the drafter's value, this model's) whose values differ; 0: unknown to the drafter."""
-    for name, drafters, models in facts:
+def refuse_another(
+    trained: TargetShape, target: ModelConfig, source: str | Path, hidden_size: int, vocab_size: int
+) -> None:
+    """Raise where the drafter, with its own sizes, was trained for a model of another shape; 0: unknown to it."""
+    for name, drafters, models in (
+        ("hidden size", hidden_size, target.hidden_size),
+        ("hidden size", trained.hidden_size, target.hidden_size),
+        ("number of layers", trained.num_layers, target.num_layers),
+        ("vocabulary", trained.vocab_size or vocab_size, target.vocab_size),
+    ):
         if drafters and drafters != models:
             raise InvalidParameter(
                 "drafter",
                 f"{source} was trained for {trained.name or 'another model'}: its {name} is {drafters}, "
                 f"and this model's is {models}",
             )
+
+
+def refuse_other_drafter(kind: str, trained: TargetShape, method: str, embedding: Tensor | None, source: Path) -> None:
+    """Raise for a drafter of another kind than the method, or of a model with other embeddings (V, H)."""
+    if kind != method:
+        raise InvalidParameter("drafter", f"{source} holds a drafter of method {kind}, not {method}")
+    if embedding is not None and not trained.is_like(embedding):
+        name = trained.name or "another model"
+        raise InvalidParameter("drafter", f"{source} was trained for {name}, whose embeddings are not this model's")
 
 
 # -- layers, and speculators' layout
@@ -235,12 +242,7 @@ def rope_keys(rope: RopeConfig) -> Json:
 
 
 def target_keys(target: TargetShape) -> Json:
-    return {
-        "hidden_size": target.hidden_size,
-        "num_layers": target.num_layers,
-        "vocab_size": target.vocab_size,
-        "embedding_sample": list(target.embedding_sample),
-    }
+    return {key: value for key, value in vars(target).items() if key != "name"}
 
 
 def description(

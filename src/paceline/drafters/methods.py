@@ -35,6 +35,10 @@ SHIPPED = Path(__file__).parent / "shipped"
 BLOCK_DRAFTERS = {"Qwen3DSparkModel": DSPARK, "DSparkDraftModel": DSPARK, "DFlashDraftModel": DFLASH}
 
 
+def medusa_drafter(raw: Mapping[str, Any]) -> str | None:
+    return MEDUSA if "medusa_num_heads" in raw else None
+
+
 def block_drafter(raw: Mapping[str, Any]) -> str | None:
     """Return the method of a drafter with this config.json if it drafts a block in one pass."""
     kind, names = raw.get("speculators_model_type"), raw.get("architectures")
@@ -80,6 +84,12 @@ def _made_by(module: str, maker: str, *more: Any) -> Callable[..., Any]:
     return make
 
 
+def _trained(name: str, folder: str, make: Callable[..., Drafter], kind: Callable[[Any], str | None]) -> Method:
+    """Return the method of a trained drafter; `kind` returns the method that a config.json is of."""
+    export = _made_by(f"{folder}.checkpoint", "export")
+    return Method(name, make, (DRAFTER,), (DRAFTER,), name, lambda raw: kind(raw) == name, export)
+
+
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
@@ -97,38 +107,12 @@ METHODS: Mapping[str, Method] = {
             needs=("draft_model",),
             vllm="draft_model",
         ),
-        Method(
-            MEDUSA,
-            _made_by("heads.medusa", "MedusaDrafter.from_context"),
-            (DRAFTER,),
-            needs=(DRAFTER,),
-            vllm="medusa",
-            recognise=lambda raw: "medusa_num_heads" in raw,
-            export=_made_by("heads.checkpoint", "export"),
-        ),
-        *(
-            Method(
-                name,
-                _made_by("block.drafter", "DSparkDrafter.from_context", name),
-                (DRAFTER,),
-                needs=(DRAFTER,),
-                vllm=name,
-                recognise=lambda raw, name=name: block_drafter(raw) == name,  # type: ignore[misc]
-                export=_made_by("block.checkpoint", "export"),
-            )
-            for name in (DSPARK, DFLASH)
-        ),
-        *(
-            Method(
-                name,
-                _made_by("eagle.drafter", "EagleDrafter.from_context", name),
-                (DRAFTER,),
-                needs=(DRAFTER,),
-                vllm=name,
-                recognise=lambda raw, name=name: eagle_drafter(raw) == name,  # type: ignore[misc]
-                export=_made_by("eagle.checkpoint", "export") if name == EAGLE3 else None,
-            )
-            for name in (EAGLE3, EAGLE)
+        _trained(MEDUSA, "heads", _made_by("heads.medusa", "MedusaDrafter.from_context"), medusa_drafter),
+        _trained(DSPARK, "block", _made_by("block.drafter", "DSparkDrafter.from_context", DSPARK), block_drafter),
+        _trained(DFLASH, "block", _made_by("block.drafter", "DSparkDrafter.from_context", DFLASH), block_drafter),
+        _trained(EAGLE3, "eagle", _made_by("eagle.drafter", "EagleDrafter.from_context", EAGLE3), eagle_drafter),
+        _trained(EAGLE, "eagle", _made_by("eagle.drafter", "EagleDrafter.from_context", EAGLE), eagle_drafter)._replace(
+            export=None
         ),
     )
 }

@@ -5,6 +5,7 @@ The graphs of one recorder share memory, so one is replayed at a time, and its r
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from weakref import WeakSet
 import torch
 
 from paceline.platform.garbage import no_collection
+
+log = logging.getLogger("paceline")
 
 
 class CompileCounter:
@@ -42,6 +45,12 @@ class CudaGraph:
     def __init__(self, graph: Any, result: Any) -> None:
         self.replay: Callable[[], None] = graph.replay
         self.result = result  # written again by each replay
+
+
+def warn_uncaptured(work: str, problem: RuntimeError) -> None:
+    """Report work that could not be captured."""
+    reason = str(problem).partition("\n")[0]
+    log.warning("%s cannot be captured, and runs kernel by kernel: %s", work, reason)
 
 
 class GraphRecorder:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.folder import ExportTarget, read_config
 from paceline.drafters.methods import METHODS, methods_of
 from paceline.errors import BrokenModel, InvalidParameter
@@ -57,10 +56,6 @@ def export(folder: Path, form: str, out: Path, target: ExportTarget | None = Non
 
 def method_of(folder: Path) -> str:
     """Return the method of the drafter in a folder."""
-    raw = read_config(folder)
-    eagle = eagle_checkpoint.recognise(folder)
-    if eagle is not None:
-        return eagle
-    for method in methods_of(raw):
+    for method in methods_of(read_config(folder)):
         return method.name
     raise BrokenModel(f"{folder} holds no drafter that is known here")

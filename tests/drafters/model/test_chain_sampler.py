@@ -108,13 +108,13 @@ def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkey
 
 
 def test_drafts_that_are_sampled_may_be_cut_by_what_is_asked_for_next():
-    """q goes with the rows and nodes that are left of it."""
+    """q goes with the nodes that are left of it."""
     drafted = SampledChains(torch.arange(12).view(3, 4), torch.arange(12.0)[:, None].expand(12, 20), (0, 2))
-    draft = drafted.chains([2, 1, 0], [3, 2, 0])
+    draft = drafted.chains([3, 2, 1])
     assert draft.tokens_on_device
-    assert draft.tokens.tolist() == [[8, 9, 10], [4, 5, 6], [0, 1, 2]]
-    assert draft.num_nodes.tolist() == [3, 2, 0]
-    assert draft.q.row_of.tolist() == [[2, 5, 8, -1], [-1] * 4, [-1] * 4]
+    assert draft.tokens.tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    assert draft.num_nodes.tolist() == [3, 2, 1]
+    assert draft.q.row_of.tolist() == [[0, 3, 6, -1], [-1] * 4, [2, -1, -1, -1]]
     draft.validate(20)
 
 

@@ -7,10 +7,9 @@ draft, from embeddings to trees, is captured for some numbers of sequences; a dr
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +19,11 @@ from paceline.core.draft import packed_to
 from paceline.models.decoder import Decoder
 from paceline.models.graphs import Placed
 from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
-from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan, padded_tables
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder, warn_uncaptured
 from paceline.platform.triton import compile_together
 
-log = logging.getLogger("paceline")
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # sequences of a captured draft; more are drafted in parts
-PLACED = ("positions", "slots", "prefix", "reach", "sequence")
 ENDS, STARTS = ROW_FIELDS.index("positions"), ROW_FIELDS.index("prefix")  # their fields in a placed pass
 
 
@@ -76,36 +73,21 @@ class BlockPasses:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
 
     def _eagerly(self, rows: BlockRows, nodes: int) -> tuple[Tensor, Tensor | None]:
-        on_host = self._decoder.device.type == "cpu"
-        plan = self._planned_on_host(rows) if on_host else self._planned_on_device(rows)
-        output = self._decoder.run(self._embed(rows.anchors), plan, self._caches, None)
+        output = self._decoder.run(self._embed(rows.anchors), self._planned(rows), self._caches, None)
         return self._finish(output.logits, rows.anchors, nodes)
 
-    def _planned_on_host(self, rows: BlockRows) -> PassPlan:
-        """Plan in numpy, which takes a fraction of torch's time for a few numbers."""
-        tables, count = _padded(rows.tables), len(rows.starts)
-        columns = rows.lengths.numpy(), np.array(rows.starts), np.array(rows.ends)
-        position, slots, reach = placed(*columns, tables, tables.shape[1], self._size, self._block_size)
-        each = np.zeros((len(ROW_FIELDS) + 1, count * self._size), np.int32)
-        owner = np.arange(count).repeat(self._size)
-        for name, part in zip(PLACED, (position, slots, reach, reach, owner), strict=True):
-            each[ROW_FIELDS.index(name)] = part
-        host = HostPlan(each, np.empty((len(owner), 0), np.int32), tables.astype(np.int32))
-        return PassPlan.on_host(host, self._block_size, max(rows.ends))
-
-    def _planned_on_device(self, rows: BlockRows) -> PassPlan:
+    def _planned(self, rows: BlockRows) -> PassPlan:
         device, columns = self._decoder.device, torch.tensor([rows.starts, rows.ends])
-        tables, columns = packed_to(device, torch.from_numpy(_padded(rows.tables)), columns)
-        position, slots, reach = placed(
-            rows.lengths, columns[0], columns[1], tables, tables.shape[1], self._size, self._block_size
-        )
+        tables, (starts, ends) = packed_to(device, padded_tables(rows.tables).long(), columns)
+        at = rows.lengths, starts, ends, tables, tables.shape[1], self._size, self._block_size
+        position, slots, reach = (part.int() for part in placed(*at))
         owner = torch.arange(len(rows.starts), device=device, dtype=torch.int32).repeat_interleave(self._size)
         return PassPlan(
-            positions=position.int(),
-            slots=slots.int(),
+            positions=position,
+            slots=slots,
             sequence=owner,
-            prefix=reach.int(),
-            reach=reach.int(),
+            prefix=reach,
+            reach=reach,
             path=owner.new_empty(len(owner), 0),
             block_tables=tables.int(),
             block_size=self._block_size,
@@ -131,8 +113,7 @@ class BlockPasses:
                     self._captured[count] = block, graph
         except RuntimeError as problem:
             self._captured = {}
-            reason = str(problem).partition("\n")[0]
-            log.warning("a block drafter cannot be captured, and runs kernel by kernel: %s", reason)
+            warn_uncaptured("a block drafter", problem)
 
     def _place(self, count: int, starts: list[int], ends: list[int], tables: SequenceOf[SequenceOf[int]]) -> Placed:
         """Copy a pass of `count` sequences to the device: block tables, and where keys begin and slots end."""
@@ -179,27 +160,20 @@ class BlockPasses:
         return result[:, : last - first].clone()  # the next draft overwrites it
 
 
-def _padded(tables: SequenceOf[SequenceOf[int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    width = max(map(len, tables))
-    return np.array([[*row, *[0] * (width - len(row))] for row in tables], np.int64)
-
-
 def placed(
-    lengths: Any, starts: Any, ends: Any, tables: Any, width: Any, size: int, block_size: int
-) -> tuple[Any, Any, Any]:
-    """Return positions, slots and reach (B * size,) of blocks behind sequences of these lengths, from tensors without a
-    host sync, or from numpy arrays.
+    lengths: Tensor, starts: Tensor, ends: Tensor, tables: Tensor, width: int | Tensor, size: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return positions, slots and reach (B * size,) of blocks behind sequences of these lengths, without a host sync.
 
     A row for which there is no slot, behind `ends`, is not stored, and its tokens are arbitrary.
     """
-    xp: Any = torch if isinstance(lengths, Tensor) else np
-    arange = functools.partial(torch.arange, device=lengths.device) if xp is torch else np.arange
-    first = (lengths - 1)[:, None]
-    position = first + arange(size)
-    inside = position < ends[:, None]
-    position = xp.clip(xp.minimum(position, ends[:, None] - 1), 0, None)
-    at = xp.clip(position - starts[:, None], 0, None)
-    block = tables.reshape(-1).take(arange(len(lengths))[:, None] * width + at // block_size)
-    slots = xp.where(inside, block * block_size + at % block_size, -1)
-    reach = xp.clip(xp.minimum(first + size, ends[:, None]) - starts[:, None], 1, None)
-    return position.reshape(-1), slots.reshape(-1), xp.broadcast_to(reach, slots.shape).reshape(-1)
+    first, ends = (lengths - 1)[:, None], ends[:, None]
+    position = first + torch.arange(size, device=lengths.device)
+    inside = position < ends
+    position = torch.minimum(position, ends - 1).clamp_min(0)
+    at = (position - starts[:, None]).clamp_min(0)
+    row = torch.arange(len(lengths), device=lengths.device)[:, None]
+    block = tables.reshape(-1).take(row * width + at // block_size)
+    slots = torch.where(inside, block * block_size + at % block_size, -1)
+    reach = (torch.minimum(first + size, ends) - starts[:, None]).clamp_min(1)
+    return position.flatten(), slots.flatten(), reach.expand_as(slots).flatten()

@@ -22,7 +22,6 @@ from paceline.drafters.folder import (
     check_shapes,
     chosen,
     draft_ids,
-    in_draft_vocabulary,
     named,
     needed,
     read_config,
@@ -104,10 +103,8 @@ def write(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder. `tensors` have the names of `shapes`; `t2d` is derived. `int8`: as `quantised` makes codes."""
-    written = chosen(tensors, shapes(config))
+    written = chosen(tensors, shapes(config), config.body.vocab_size)
     stored = quantised(written, group) if int8 else written
-    if "d2t" in written:
-        stored["t2d"] = in_draft_vocabulary(written["d2t"], config.body.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.safetensors"), folder / INDEX):
         old.unlink(missing_ok=True)
@@ -138,10 +135,9 @@ def export(folder: Path, form: str, out: Path, target: ExportTarget | None) -> N
     }
     refuse_features(folder, form, features)
     config = replace(config, target=named(config.target, target, folder, form))
-    written = dict(tensors)
+    written = chosen(tensors, shapes(config), config.body.vocab_size)
     if "d2t" in tensors:
         model = needed(target, f"{folder} takes its output head from its model")
-        written["t2d"] = in_draft_vocabulary(tensors["d2t"], config.body.vocab_size)
         written["lm_head.weight"] = model.head_rows(tensors["d2t"])
         if config.markov_over_draft_vocab:
             written[W1] = tensors[W1].new_zeros(config.body.vocab_size, config.markov_rank)

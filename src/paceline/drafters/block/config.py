@@ -60,14 +60,7 @@ class DSparkConfig:
 
 def check_target(config: DSparkConfig, target: ModelConfig, folder: Path) -> None:
     """Refuse a drafter that was trained for a model of another shape."""
-    refuse_another(
-        config.target,
-        folder,
-        ("hidden size", config.body.hidden_size, target.hidden_size),
-        ("hidden size", config.target.hidden_size, target.hidden_size),
-        ("number of layers", config.target.num_layers, target.num_layers),
-        ("vocabulary", config.target.vocab_size or config.body.vocab_size, target.vocab_size),
-    )
+    refuse_another(config.target, target, folder, config.body.hidden_size, config.body.vocab_size)
     deepest = max(config.taps)
     if deepest > target.num_layers:
         raise InvalidParameter(

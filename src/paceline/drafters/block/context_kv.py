@@ -4,7 +4,6 @@ layer. No row attends, so a prompt costs a few products. On a GPU this is captur
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -21,10 +20,9 @@ from paceline.models.decoder import Decoder
 from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder, warn_uncaptured
 from paceline.platform.triton import compile_together
 
-log = logging.getLogger("paceline")
 POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # positions of a captured batch; larger batches are written in parts
 
 
@@ -75,8 +73,7 @@ class ContextKV:
             self._scratch = graphs.scratch()
         except RuntimeError as problem:
             self._graphs = {}
-            reason = str(problem).partition("\n")[0]
-            log.warning("writing K/V of hidden states cannot be captured, and runs kernel by kernel: %s", reason)
+            warn_uncaptured("writing K/V of hidden states", problem)
 
     def __call__(self, batch: TapBatch) -> None:
         positions = batch.positions.clamp(0, self._decoder.config.max_positions - 1)

@@ -100,13 +100,10 @@ def _transitions(tokens, best, others, anchors, anchor_rows, w1, w2, child, chil
     if RANK > 0:
         column = tl.arange(0, RANK)
         inside = column[None, :] < rank
-        into = tl.load(
-            w2 + tl.load(tokens + row * COUNT + lane)[:, None] * rank + column[None, :], mask=inside, other=0
-        )
+        token = tl.load(tokens + row * COUNT + lane)
+        into = tl.load(w2 + token[:, None] * rank + column[None, :], mask=inside, other=0)
         if level == 0:
-            anchor = tl.maximum(tl.load(anchors + sequence), 0) + tl.zeros(
-                (COUNT,), tl.int64
-            )  # verdict.INVALID is not a token
+            anchor = tl.zeros((COUNT,), tl.int64) + tl.maximum(tl.load(anchors + sequence), 0)  # not verdict.INVALID
             out = tl.load(anchor_rows + anchor[:, None] * rank + column[None, :], mask=inside, other=0)
         else:
             before = tl.load(tokens + (row - 1) * COUNT + lane)

@@ -129,13 +129,8 @@ class DSparkDrafter(TappedDrafter):
             raise InvalidParameter("drafter", f"method {method} needs a drafter's folder and a target's weights")
         config, tensors = read(path)
         check_target(config, context.config, path)
-        if config.method != method:
-            raise InvalidParameter("drafter", f"{path} holds a drafter of method {config.method}, not {method}")
-        if not config.target.is_like(context.embedding):
-            name = config.target.name or "another model"
-            raise InvalidParameter("drafter", f"{path} was trained for {name}, whose embeddings are not this model's")
+        folder.refuse_other_drafter(config.method, config.target, method, context.embedding, path)
         config = replace(config, body=replace(config.body, max_positions=context.config.max_positions))
-        head = context.embedding if context.config.tie_embeddings else None
         ids, size = draft_ids(config, tensors), context.config.vocab_size
         folder.check_draft_ids(ids, size, path)
         ids = ids.to(context.device)
@@ -144,10 +139,10 @@ class DSparkDrafter(TappedDrafter):
         kernels, dtypes = context.kernels, Dtypes.of(stored, context.device)
         if context.dtype == "auto" and isinstance(kernels, NativeKernels):
             kernels, dtypes = kernels.rounding(), replace(dtypes, stored=WeightKind.Q8_0)
-        if head is None:
-            rows = head_rows(context.head, context.kernels, ids, config.body.hidden_size, dtypes.compute)
+        if context.config.tie_embeddings:
+            rows = context.embedding[ids]
         else:
-            rows = head[ids]
+            rows = head_rows(context.head, context.kernels, ids, config.body.hidden_size, dtypes.compute)
         return cls(
             config,
             tensors,
@@ -163,7 +158,9 @@ class DSparkDrafter(TappedDrafter):
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         super().bind(caches, block_size)
         self._caches = caches
-        recorder, size = self._recorder(), self.config.block_size
+        graphs, size = self._decoder.graphs, self.config.block_size
+        captures = graphs is not None and graphs.capture and self.device.type == "cuda"
+        recorder = GraphRecorder() if captures else None
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self._context_kv.bind(caches, recorder)
             self._passes = BlockPasses(
@@ -192,11 +189,6 @@ class DSparkDrafter(TappedDrafter):
 
     def close(self) -> None:
         self._passes = self._native = None
-
-    def _recorder(self) -> GraphRecorder | None:
-        """Return what captures drafts; None: nothing is captured."""
-        graphs = self._decoder.graphs
-        return GraphRecorder() if graphs is not None and graphs.capture and self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def write_context_kv(self, batch: TapBatch) -> None:
@@ -249,7 +241,14 @@ class DSparkDrafter(TappedDrafter):
         return DeviceDraft.trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 
     def _on_host(self, rows: SequenceOf[DraftRequest], trees: Ints, scores: Floats) -> Draft:
-        return _drafts(trees, likely_nodes(scores, rows, self._counts(rows)), self._bound)
+        """Return the likely nodes of trees (3, B, nodes): tokens, parents and depths."""
+        counts = likely_nodes(scores, rows, self._counts(rows))
+        most = max(counts)
+        if most < trees.shape[2]:
+            trees = trees[:, :, :most]
+        if min(counts) < most:
+            trees = np.where(np.arange(most) < np.array(counts)[:, None], trees, PADDING)
+        return HostDraft.of_trees(trees, counts, self._bound)
 
     def _rows(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
@@ -299,16 +298,6 @@ def _cuda_tree() -> ModuleType | None:
     except ImportError:  # no Triton that works here
         return None
     return cuda_tree
-
-
-def _drafts(trees: Ints, counts: list[int], bound: int) -> Draft:
-    """Return the first nodes of trees (3, B, nodes) on the host: tokens below `bound`, parents and depths."""
-    most = max(counts)
-    if most < trees.shape[2]:
-        trees = trees[:, :, :most]
-    if min(counts) < most:
-        trees = np.where(np.arange(most) < np.array(counts)[:, None], trees, PADDING)
-    return HostDraft.of_trees(trees, counts, bound)
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

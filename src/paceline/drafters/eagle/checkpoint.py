@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.drafters.eagle.config import (
     LAYER,
     EagleConfig,
     check_target,
-    is_eagle,
     parse,
     plain_name,
     raw_description,
@@ -30,7 +28,6 @@ from paceline.drafters.folder import (
     check_shapes,
     chosen,
     draft_ids,
-    in_draft_vocabulary,
     named,
     needed,
     read_config,
@@ -39,21 +36,12 @@ from paceline.drafters.folder import (
     write_folder,
 )
 from paceline.drafters.methods import SPECULATORS
-from paceline.errors import BrokenModel, ModelNotFound
+from paceline.errors import BrokenModel
 from paceline.models.spec import ModelConfig
 
 PICKLED = "pytorch_model.bin"
 EAGLES = {"fc.weight", "d2t"}  # tensors that no language model has
 REDUNDANT = ("rotary_emb.", "verifier_", "t2d")  # no tensors of the drafter, whatever a folder holds
-
-
-def recognise(folder: Path) -> str | None:
-    """Return the method of the drafter in this folder if it is an EAGLE."""
-    try:
-        raw = read_config(folder)
-        return is_eagle(raw, frozenset(raw and _names(folder)))
-    except (BrokenModel, ModelNotFound):
-        return None
 
 
 def read(folder: Path, target: ModelConfig | None = None) -> tuple[EagleConfig, dict[str, Tensor]]:
@@ -78,9 +66,7 @@ def read(folder: Path, target: ModelConfig | None = None) -> tuple[EagleConfig, 
 
 def write(folder: Path, config: EagleConfig, tensors: Mapping[str, Tensor], *, speculators: bool = False) -> None:
     """Write a folder. `tensors` have the names of `shapes`; `t2d` is derived from `d2t`."""
-    written = chosen(tensors, shapes(config))
-    if "d2t" in written:
-        written["t2d"] = in_draft_vocabulary(written["d2t"], config.body.vocab_size)
+    written = chosen(tensors, shapes(config), config.body.vocab_size)
     if config.fused and not speculators:
         written = {name.replace(f"{LAYER}.", "midlayer."): tensor for name, tensor in written.items()}
     write_folder(folder, speculators_description(config) if speculators else raw_description(config), written)
@@ -105,17 +91,6 @@ def export(folder: Path, form: str, out: Path, target: ExportTarget | None) -> N
         model = needed(target, f"{folder} takes its output head from its model")
         tensors = {**tensors, "lm_head.weight": model.head_rows(tensors["d2t"])}
     write(out, config, tensors, speculators=form == SPECULATORS)
-
-
-def _names(folder: Path) -> set[str]:
-    names: set[str] = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                names |= set(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise BrokenModel(f"{path} is truncated or damaged; download it again") from error
-    return names or set(_load(folder))
 
 
 def _load(folder: Path) -> dict[str, Tensor]:

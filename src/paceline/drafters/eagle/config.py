@@ -191,13 +191,7 @@ def _layer_ids(fields: JsonFields, eagle: JsonFields) -> tuple[int, ...] | None:
 
 def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
     """Refuse a drafter that was trained for a model of another shape."""
-    refuse_another(
-        config.target,
-        source,
-        ("hidden size", config.target.hidden_size or config.feature_size, target.hidden_size),
-        ("number of layers", config.target.num_layers, target.num_layers),
-        ("vocabulary", config.target.vocab_size or config.body.vocab_size, target.vocab_size),
-    )
+    refuse_another(config.target, target, source, config.feature_size, config.body.vocab_size)
     if config.body.hidden_size != target.hidden_size and not (config.own_embedding and config.own_head):
         raise InvalidParameter("drafter", f"{source} has another hidden size and no embedding and head of its own")
     if not config.own_head and config.vocab < target.vocab_size and not target.tie_embeddings:
@@ -214,6 +208,11 @@ def _layer(config: EagleConfig) -> Json:
     return layer_keys(config.body, attention_bias=biases["self_attn"], mlp_bias=biases["mlp"])
 
 
+def _own_keys(config: EagleConfig) -> Json:
+    keys = {key: getattr(config, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    return {"draft_vocab_size": config.vocab, **keys}
+
+
 def raw_description(config: EagleConfig) -> Json:
     """Return config.json of a folder as published."""
     name = "LlamaForCausalLMEagle3" if config.fused else "EagleLlamaForCausalLM"
@@ -221,8 +220,7 @@ def raw_description(config: EagleConfig) -> Json:
     if config.body.rope.kind != "default":
         raw["rope_scaling"] = rope_scaling(config.body.rope)
     if config.fused:
-        raw |= {"draft_vocab_size": config.vocab, "norm_before_residual": config.norm_before_residual}
-        raw |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_fc": config.norm_before_fc}
+        raw |= _own_keys(config)
         if config.target_hidden_size:
             raw["target_hidden_size"] = config.target_hidden_size
         if config.layer_ids is not None:
@@ -241,12 +239,8 @@ def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
     assert config.fused, "speculators has no EAGLE-1"
     layer = {**_layer(config), "num_aux_hidden_states": config.num_taps, "rope_parameters": rope_keys(config.body.rope)}
     keys = {
-        "draft_vocab_size": config.vocab,
+        **_own_keys(config),
         "target_hidden_size": config.target_hidden_size or None,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
         "eagle_aux_hidden_state_layer_ids": None if config.layer_ids is None else list(config.layer_ids),
     }
     return description(config.method, "0.9.0", "Eagle3DraftModel", layer, tokens, config.target) | keys

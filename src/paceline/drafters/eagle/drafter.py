@@ -9,7 +9,6 @@ are written again, from the target's own hidden states.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.eagle.checkpoint import read
 from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.eagle.tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
+from paceline.drafters.folder import refuse_other_drafter
 from paceline.drafters.hidden_states import TapBatch
 from paceline.drafters.tapped import TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
@@ -31,9 +31,8 @@ from paceline.models.kernels import Kernels
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Dtypes
-from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder, warn_uncaptured
 
-log = logging.getLogger("paceline")
 ROWS, NODES = (1, 4, 16), (8, 16, 32, 64)  # captured numbers of rows and of nodes; larger batches run kernel by kernel
 MOST_KEYS = 1 << 18  # rows times context of a captured draft, for which attention has partial results
 
@@ -71,11 +70,7 @@ class EagleDrafter(TappedDrafter):
         if context.checkpoint is None:
             raise InvalidParameter("drafter", f"method {method} needs the folder of its drafter; give --drafter")
         config, tensors = read(context.checkpoint, context.config)
-        if config.method != method:
-            raise InvalidParameter("drafter", f"{context.checkpoint} is of method {config.method}, not {method}")
-        if context.embedding is not None and not config.target.is_like(context.embedding):
-            name = config.target.name or "another model"
-            raise InvalidParameter("drafter", f"{context.checkpoint} was trained for {name}, of other embeddings")
+        refuse_other_drafter(config.method, config.target, method, context.embedding, context.checkpoint)
         kernels = context.kernels or TorchKernels()
         # A CPU reads bf16 fastest; a GPU computes in the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
@@ -122,8 +117,7 @@ class EagleDrafter(TappedDrafter):
                 self._scratch += [] if workspace is None else workspace.tensors
         except RuntimeError as problem:
             self._graphs = {}
-            reason = str(problem).partition("\n")[0]
-            log.warning("drafts of %s cannot be captured, and run kernel by kernel: %s", self.name, reason)
+            warn_uncaptured(f"a draft of {self.name}", problem)
 
     def _blank(self, rows: int) -> DraftInputs:
         """Return inputs of rows that write nothing."""

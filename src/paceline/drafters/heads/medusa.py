@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
@@ -33,9 +32,8 @@ from paceline.models.buckets import up
 from paceline.models.decoder import FINAL
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import LayerCache
-from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder, warn_uncaptured
 
-log = logging.getLogger("paceline")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 RANKS = 10  # tokens considered at each position, as in the published trees
 # Probability that the r-th token (from 0) of head i is right where the tokens before it are: FIRST * LATER**i /
@@ -147,8 +145,7 @@ class MedusaDrafter(TappedDrafter):
             self._graphs[shape] = self._recorder.capture(work)
         except RuntimeError as problem:
             self._captures = False
-            reason = str(problem).partition("\n")[0]
-            log.warning("Medusa heads cannot be captured, and run kernel by kernel: %s", reason)
+            warn_uncaptured("a pass of Medusa heads", problem)
 
     @torch.inference_mode()
     def draft(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Draft:

@@ -12,13 +12,13 @@ index begin at 5, 2 and 1 tokens and show the latest occurrences, so a longer ma
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 
-from paceline.core.draft import Draft
+from paceline.core.draft import Draft, HostDraft
 from paceline.core.sequence import Sequence
 from paceline.drafters.base import DrafterContext, DraftRequest, HostDrafter
 from paceline.drafters.lookup.index import Context, LookupState, Memory, SuffixIndex
@@ -43,43 +43,29 @@ log = logging.getLogger("paceline")
 S = TypeVar("S", bound=LookupState[Any])
 
 
-class Rule(Protocol):
-    """Places that a lookup takes, the level they support, and the draft made of them."""
+class Rule(NamedTuple):
+    """Places that a lookup takes from a text and its index, the level they support, and the draft made of them."""
 
-    def places(self, index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]: ...
-    def level(self, places: SequenceOf[Place]) -> int: ...
-    def tree(self, places: list[Place], max_nodes: int) -> Tree: ...
+    places: Callable[[SuffixIndex | None, SequenceOf[int]], list[Place]]
+    level: Callable[[SequenceOf[Place]], int]
+    tree: Callable[[list[Place], int], Tree]
 
 
-class SuffixRule:
-    def __init__(self, store: SuffixStore) -> None:
-        self._store = store
-
-    def places(self, index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
-        context, store = Context(tokens), self._store.index
+def suffix_rule(store: SuffixStore) -> Rule:
+    def places(index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
+        context, past = Context(tokens), store.index
         lookups = [] if index is None else [Lookup(index, context)]
-        lookups += [] if store is None else [Lookup(store, context, STORE_WEIGHT)]
+        lookups += [] if past is None else [Lookup(past, context, STORE_WEIGHT)]
         return places_of(lookups, index, context)
 
-    def level(self, places: SequenceOf[Place]) -> int:
-        return level_of(places)
-
-    def tree(self, places: list[Place], max_nodes: int) -> Tree:
-        return grow(places, max_nodes)
+    return Rule(places, level_of, grow)
 
 
-class LongestRule:
-    def __init__(self, lengths: tuple[int, int]) -> None:
-        self._lengths = lengths
+def longest_rule(shortest: int, longest: int) -> Rule:
+    def places(index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
+        return [] if index is None else longest_place(index, Context(tokens), shortest, longest)
 
-    def places(self, index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
-        return [] if index is None else longest_place(index, Context(tokens), *self._lengths)
-
-    def level(self, places: SequenceOf[Place]) -> int:
-        return places[0][0] if places else 0
-
-    def tree(self, places: list[Place], max_nodes: int) -> Tree:
-        return continuation(places, max_nodes)
+    return Rule(places, lambda places: places[0][0] if places else 0, continuation)
 
 
 class Backend(Protocol[S]):
@@ -135,17 +121,13 @@ class PythonLookup:
 
     def draft(self, states: SequenceOf[PythonState], max_nodes: SequenceOf[int]) -> Draft:
         trees = [self._rule.tree(state.places, most) for state, most in zip(states, max_nodes, strict=True)]
-        counts = [len(tree.tokens) for tree in trees]
-        width = max(counts, default=0)
-        planes = (([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1))
-        table = [
-            [row + [filler] * (width - len(row)) for row in rows]
-            for rows, filler in (*planes, ([tree.depths for tree in trees], 0))
-        ]
-        # Through numpy: after a pass has evicted the CPU caches, torch.tensor takes several times as long.
-        tokens, parents, depth = map(torch.from_numpy, np.array(table, np.int64).reshape(3, len(states), width))
-        num_nodes = torch.from_numpy(np.array(counts, np.int64))
-        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
+        counts = np.array([len(tree.tokens) for tree in trees], np.int64)
+        nodes = np.zeros((3, len(states), int(counts.max(initial=0))), np.int64)
+        nodes[1] = -1
+        for row, tree in enumerate(trees):
+            nodes[:, row, : counts[row]] = tree.tokens, tree.parents, tree.depths
+        tokens, parents, depth = nodes
+        return HostDraft.of_arrays(tokens, parents, depth, counts)
 
     def drop(self, state: PythonState) -> None:
         self._memory.give_back(state.index)
@@ -220,7 +202,7 @@ class SuffixDrafter(LookupDrafter[Any]):
         self.store.load()
         self._memory: Memory[Any] = Memory(make, settings.suffix_bytes - for_store)
         super().__init__(
-            PythonLookup(self._memory, SuffixRule(self.store))
+            PythonLookup(self._memory, suffix_rule(self.store))
             if library is None
             else NativeLookup.by_suffix(library, self._memory, self.store)
         )
@@ -263,7 +245,7 @@ class NgramDrafter(LookupDrafter[Any]):
         lengths = context.speculation.ngram_min, context.speculation.ngram_max
         library = load_library() if native else None
         super().__init__(
-            PythonLookup(Memory(SuffixIndex), LongestRule(lengths))
+            PythonLookup(Memory(SuffixIndex), longest_rule(*lengths))
             if library is None
             else NativeLookup.by_longest(library, Memory(NativeIndex.maker(library)), lengths)
         )

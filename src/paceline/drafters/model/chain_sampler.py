@@ -21,7 +21,7 @@ from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import Draft, Proposal, packed_to
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder, warn_uncaptured
 from paceline.sampling_params import SamplingParams
 from paceline.verify import DrawKeys, FilterSet, Nodes, SamplingMetadata, SamplingMode, propose
 from paceline.verify.metadata import KIND, SamplingMetadataBuilder
@@ -39,21 +39,15 @@ class SampledChains:
     q: Tensor | None = None  # (K * R, V), depth by depth, where some rows draw by coins
     coins: tuple[int, ...] = ()  # indices of the rows that draw by coins
 
-    def chains(self, rows: list[int], counts: list[int]) -> Draft:
-        """Return drafts of some rows, each cut to its own length. A length must not depend on the tokens drawn."""
-        width, tokens = max(counts), self.tokens
-        if rows != list(range(len(tokens))):
-            (index,) = packed_to(tokens.device, torch.tensor(rows))
-            tokens = tokens[index]
-        q = None if self.q is None else Proposal(probs=self.q, row_of=self._row_of(rows, counts, width))
-        return DeviceDraft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), q)
-
-    def _row_of(self, rows: list[int], counts: list[int], width: int) -> Tensor:
-        row_of = torch.full((len(rows), width + 1), -1)
-        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            if row in self.coins:
-                row_of[at, :count] = torch.arange(count) * len(self.tokens) + row
-        return row_of
+    def chains(self, counts: list[int]) -> Draft:
+        """Return drafts, each cut to its row's length, which must not depend on the tokens drawn."""
+        width, q = max(counts), None
+        if self.q is not None:
+            row_of = torch.full((len(counts), width + 1), -1)
+            for row in self.coins:
+                row_of[row, : counts[row]] = torch.arange(counts[row]) * len(counts) + row
+            q = Proposal(probs=self.q, row_of=row_of)
+        return DeviceDraft.chains(self.tokens[:, :width].contiguous(), torch.tensor(counts), q)
 
 
 class ChainSampler:
@@ -166,24 +160,13 @@ class SamplingGraph:
         try:
             self._captured = self._recorder.capture(self._propose)
         except RuntimeError as problem:
-            reason = str(problem).partition("\n")[0]
-            log.warning("drawing drafts cannot be captured, and runs kernel by kernel: %s", reason)
-
-
-def warmup(graphs: SamplingGraphs) -> bool:
-    """Sample from arbitrary logits with every common set of parameters, so that no request waits for compiling; False:
-    it failed, and rows that sample are drafted pass by pass."""
-    try:
-        _warmup(graphs)
-    except Exception as problem:  # drafting by passes with the host between them still works
-        log.warning("rows that sample are drafted pass by pass: %r", problem)
-        return False
-    return True
+            warn_uncaptured("drawing of drafts", problem)
 
 
 @torch.inference_mode()
-def _warmup(graphs: SamplingGraphs) -> None:
-    """Compile the kernels, several at a time, and capture the graphs."""
+def warmup(graphs: SamplingGraphs) -> bool:
+    """Sample from arbitrary logits with every common set of parameters, so that no request waits for compiling; False:
+    it failed, and rows that sample are drafted pass by pass."""
     logits = torch.zeros(2 * MOST_ROWS, graphs.vocab_size, device=graphs.device)
 
     def draw(kind: dict[str, float], rows: int, graphs: SamplingGraphs) -> None:
@@ -196,11 +179,16 @@ def _warmup(graphs: SamplingGraphs) -> None:
         with torch.cuda.device(graphs.device):
             draw(kind, len(logits), SamplingGraphs(graphs.vocab_size, graphs.device))
 
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_for, WARMUP_PARAMS))
-    for kind in WARMUP_PARAMS:
-        for power in range(MOST_ROWS.bit_length()):
-            draw(kind, 1 << power, graphs)
+    try:
+        with ThreadPoolExecutor() as pool:  # kernels are compiled several at a time, and then captured
+            list(pool.map(compile_for, WARMUP_PARAMS))
+        for kind in WARMUP_PARAMS:
+            for power in range(MOST_ROWS.bit_length()):
+                draw(kind, 1 << power, graphs)
+    except Exception as problem:  # drafting by passes with the host between them still works
+        log.warning("rows that sample are drafted pass by pass: %r", problem)
+        return False
+    return True
 
 
 def is_plain(sequence: Sequence) -> bool:

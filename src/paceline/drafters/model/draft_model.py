@@ -149,7 +149,7 @@ class DraftModelDrafter:
         chain_rows = [self._chain_row(row.sequence, unread_tokens=READ, count=row.max_nodes) for row in chained]
         behind = replace(after, rows=[after.rows[index] for index in at])
         drafted = self._run_chain(chain, [row.sequence for row in chained], chain_rows, behind)
-        draft = drafted.chains(list(range(len(chained))), [row.max_nodes for row in chained])
+        draft = drafted.chains([row.max_nodes for row in chained])
         return merge_drafts([(at, draft)], len(rows), self.model.config.vocab_size)
 
     def _can_begin_early(self, row: DraftRequest) -> bool:
@@ -186,8 +186,7 @@ class DraftModelDrafter:
         drafted = self._run_chain(chain, sequences, chain_rows, None)
         for sequence, count in zip(sequences, counts, strict=True):
             self._count_drafted(sequence, count)
-        draft = drafted.chains(list(range(len(ready))), counts)
-        return merge_drafts([(ready, draft)], len(rows), self.model.config.vocab_size)
+        return merge_drafts([(ready, drafted.chains(counts))], len(rows), self.model.config.vocab_size)
 
     def _count_drafted(self, sequence: Sequence, count: int) -> None:
         """Note a chain whose tokens are on the device; the K/V of all but the last are computed where slots are."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft, Proposal
 from paceline.core.verdict import Verdict
-from paceline.platform.cuda_graph import CudaGraph, GraphRecorder
+from paceline.platform.cuda_graph import CudaGraph, GraphRecorder, warn_uncaptured
 from paceline.verify.processors import FilterSet, Nodes, SamplingMetadata
 from paceline.verify.walk import DrawKeys
 
@@ -194,8 +194,7 @@ class GraphCache:
                 self.run(key, verify)
                 self.capture(key, verify)
         except RuntimeError as problem:
-            reason = str(problem).partition("\n")[0]
-            log.warning("verification cannot be captured, and runs kernel by kernel: %s", reason)
+            warn_uncaptured("verification", problem)
             self.enabled = False
         seconds, megabytes = time.perf_counter() - started, (self._reserved_bytes() - before) / 1e6
         log.info("captured %d graphs of verification in %.1f s, %.0f MB", len(self), seconds, megabytes)
