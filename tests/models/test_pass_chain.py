@@ -123,7 +123,9 @@ def test_it_goes_on_behind_what_only_the_device_knows() -> None:
         before = tokens[: len(tokens) - more][-READ:]
         start = row.start + READ - more - len(before)
         known.append(replace(row, tokens=[0] * (READ - len(before)) + before, start=start - READ + len(before)))
-    scene.check(rows, known, UnreadVerdict(tokens=after, num_accepted=accepted, path=after[:, 1:], rows=[2, 0, 3]))
+    unused = dict.fromkeys(("length", "node_row", "req_index"), accepted)
+    verdict = UnreadVerdict(tokens=after, num_accepted=accepted, path=after[:, 1:], rows=[2, 0, 3], **unused)
+    scene.check(rows, known, verdict)
 
 
 def test_tokens_may_be_sampled_between_passes() -> None:

@@ -174,9 +174,9 @@ class UnreadVerdict:
     num_accepted: Tensor  # (B,)
     path: Tensor  # (B, D)
     rows: Sequence[int]  # row of these tensors for each row of `propose`: those of the drafter
-    length: Tensor | None = None  # (B,) these three only where some drafter is on the device
-    node_row: Tensor | None = None  # (B,)
-    req_index: Tensor | None = None  # (B,)
+    length: Tensor  # (B,)
+    node_row: Tensor  # (B,)
+    req_index: Tensor  # (B,)
 
     @property
     def most(self) -> int:

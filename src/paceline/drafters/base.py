@@ -136,18 +136,22 @@ class DeviceDrafter(Drafter, Protocol):
         """Read chunks of prompts, from the taps (M, T, H) of the pass that computed them."""
 
 
-class HostDrafter:
-    """Defaults of a drafter without taps and K/V of its own."""
-
+class DrafterDefaults:
     version = "1"
-    on_device = False
+    on_device = shifted_kv = trees = False
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    only_by_name = False  # True: `auto` never chooses it; requests may
-    shifted_kv = False
     scratch_slots = 0
     depth = MAX_K
-    trees = False
+
+    def close(self) -> None:
+        pass
+
+
+class HostDrafter(DrafterDefaults):
+    """Defaults of a drafter without taps and K/V of its own."""
+
+    only_by_name = False  # True: `auto` never chooses it; requests may
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass
@@ -167,9 +171,6 @@ class HostDrafter:
 
     def unread_tokens(self, sequence: Sequence) -> int:
         return 0
-
-    def close(self) -> None:
-        pass
 
     def release(self, sequence: Sequence) -> None:
         pass

@@ -44,9 +44,6 @@ class TapRing:
 
     def store(self, unread: UnreadVerdict, taps: Tensor, req_indices: int) -> None:
         """Write the taps (M, T, H) of the rows that a verdict on the device commits; `req_indices` bounds theirs."""
-        assert unread.length is not None
-        assert unread.node_row is not None
-        assert unread.req_index is not None
         states = self._reserve(taps, req_indices)
         step = torch.arange(unread.most, device=taps.device)
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)

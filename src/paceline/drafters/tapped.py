@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config import MAX_K, TRAINED_LEVEL
+from paceline.config import TRAINED_LEVEL
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import DraftRequest, VerifiedDraft, excluded
+from paceline.drafters.base import DrafterDefaults, DraftRequest, VerifiedDraft, excluded
 from paceline.drafters.hidden_states import PromptChunk, TapBatch, TapRing
-from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import slots_of
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -36,19 +36,11 @@ class TapState:
     end: int
 
 
-class TappedDrafter:
+class TappedDrafter(DrafterDefaults):
     """A subclass writes `draft`, and `write_context_kv` where it has `kv_layers`; both launch and never wait."""
 
     name: str
-    version = "1"
-    on_device = True
-    time_is_typical = True
-    taps: tuple[int, ...] = ()
-    kv_layers: tuple[KVSpec, ...] = ()
-    shifted_kv = True
-    scratch_slots = 0
-    depth = MAX_K
-    trees = True
+    on_device = time_is_typical = shifted_kv = trees = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -105,8 +97,6 @@ class TappedDrafter:
     def _where(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[Tensor, Tensor]:
         """Return request indices and committed lengths (B,), with the tokens that `after` commits."""
         if after is not None:
-            assert after.length is not None
-            assert after.req_index is not None
             rows = packed_to(self.device, torch.tensor(after.rows))[0]
             return after.req_index[rows], after.length[rows] + after.num_accepted[rows] + 1
         columns = torch.tensor([[one.req_index for one in sequences], [len(one.tokens) for one in sequences]])
@@ -209,9 +199,6 @@ class TappedDrafter:
 
     def unread_tokens(self, sequence: Sequence) -> int:
         return self._complete(len(sequence.tokens)) - self._states[sequence.key].end if self.kv_layers else 0
-
-    def close(self) -> None:
-        pass
 
 
 def likely_nodes(scores: Floats, rows: SequenceOf[DraftRequest], counts: SequenceOf[int]) -> list[int]:

@@ -49,6 +49,9 @@ class Batch:
         self.num_tokens = sum(self.count.tolist()) + self.num_drafted  # rows of the target pass, at the most
         self.sampling: Ints = self.samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(self.sequences)
+        sampling = slice(None) if self.all_sample else self.sampling
+        self.sampled_req_indices: Ints = self.req_indices[sampling]
+        self.sampled_lengths: Ints = self.ends[sampling]  # committed tokens at the start of the step
         self.tables = NO_TABLES
         self.filled: list[int] = []  # rows that fill a block of the cache
         self.changes = -1  # the scheduler's count of sequences that joined or left, when the batch was made
@@ -91,15 +94,6 @@ class Batch:
     @property
     def sampled_sequences(self) -> list[Sequence]:
         return self.sequences if self.all_sample else [self.sequences[index] for index in self.sampling]
-
-    @property
-    def sampled_req_indices(self) -> Ints:
-        return self.req_indices if self.all_sample else self.req_indices[self.sampling]
-
-    @property
-    def sampled_lengths(self) -> Ints:
-        """Committed lengths at the start of the step, of rows that sample."""
-        return self.ends if self.all_sample else self.ends[self.sampling]
 
     @property
     def reserved(self) -> dict[str, int]:

@@ -44,11 +44,12 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        return self.blocks_for(num_tokens) - len(sequence.blocks) <= len(self._free)
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the blocks that a sequence of `num_tokens` tokens needs beside its own."""
+        return self.blocks_for(num_tokens) - len(sequence.blocks)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give the sequence blocks for `num_tokens` tokens in all; `can_allocate` was true."""
+        """Give the sequence blocks for `num_tokens` tokens in all; the missing ones are free."""
         held = len(sequence.blocks)
         for _ in range(held, self.blocks_for(num_tokens)):
             block, _ = self._free.popitem(last=False)

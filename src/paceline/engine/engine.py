@@ -38,7 +38,6 @@ from paceline.platform.garbage import NoCollection, expect_objects
 from paceline.platform.memory import cache_bytes, memory_advice, out_of_memory_advice
 from paceline.platform.threads import torch_threads
 from paceline.sampling_params import SamplingParams
-from paceline.text.grammar import Grammars
 
 log = logging.getLogger("paceline")
 OBJECTS_A_ROW = 8  # objects, about; those of a row that a step makes and the next step drops
@@ -244,10 +243,6 @@ class Engine:
             left.remove(sequence)
             if not left:
                 del self._requests[sequence.request_id]
-
-    @property
-    def grammars(self) -> Grammars:
-        return self.admission.grammars
 
     @property
     def has_work(self) -> bool:

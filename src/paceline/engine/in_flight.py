@@ -41,7 +41,7 @@ class VerdictCopy:
         self._path, self._kinds = path.reshape(len(accepted), depth), packed[places[3]].reshape(-1, depth + 1)
 
     @property
-    def has_arrived(self) -> bool:
+    def is_over(self) -> bool:
         """The copy is complete; False on a CPU, where there is none."""
         return self._arrived is not None and bool(self._arrived.query())
 
@@ -107,10 +107,6 @@ class InFlightStep:
             node_row=node_row,
             req_index=req_index,
         )
-
-    @property
-    def is_over(self) -> bool:
-        return self.verdict_copy is not None and self.verdict_copy.has_arrived
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -138,6 +138,7 @@ def layout_shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: i
     from_first[POSITION] = from_first[SLOT] = offset
     from_first[PREFIX] = from_first[REACH] = offset + 1
     from_first[OWNER] = owner
+    slots = np.pad(used, ((0, 0), (1, 0)), constant_values=True)  # (B, N + 1) whose logits are verified, in order
     path, trees = None, np.empty((0, 1 + width), np.int64)
     branching = np.zeros(len(drafted), np.bool_)
     if width:
@@ -158,7 +159,7 @@ def layout_shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: i
         begin=begin,
         node_rows=(begin + count)[sampling],
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        logit_row_of=torch.from_numpy(_logit_row_of(used)),
+        logit_row_of=torch.from_numpy(np.where(slots, slots.cumsum().reshape(slots.shape) - 1, -1)),
         no_path=np.empty((len(owner), 0), np.int32),
         path=path,
         beyond=np.zeros(0, np.bool_) if path is None else path < 0,
@@ -229,11 +230,3 @@ def _device_trees(draft: DeviceDraft, node_rows: Ints, length: Ints) -> DeviceTr
     rows = np.flatnonzero(draft.arrays.parents[:, 0] == UNKNOWN)
     numbers = np.column_stack((rows, node_rows[rows], draft.arrays.num_nodes[rows], length[rows])).astype(np.int32)
     return DeviceTrees(numbers, draft.tokens, draft.device_parents, draft.max_depth)
-
-
-def _logit_row_of(used: Bools) -> Ints:
-    """Return (B, N + 1) the row of logits by slot; rows are in order of sequence and slot."""
-    batch, width = used.shape
-    slots = np.ones((batch, width + 1), np.bool_)
-    slots[:, 1:] = used
-    return np.where(slots, slots.cumsum().reshape(slots.shape) - 1, -1)

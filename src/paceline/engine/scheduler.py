@@ -88,7 +88,7 @@ class Scheduler:
             if sequence.finish_reason is None:  # else it leaves once the step that ended it is published
                 (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
         plans = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
-        self._begin()
+        self._rows, self._num_tokens, self._num_drafted = {}, 0, 0
         promised = len(decodes)
         for sequence, plan in zip(decodes, plans, strict=True):
             promised -= 1
@@ -114,7 +114,7 @@ class Scheduler:
         if ahead is None:
             return None
         growing = self._growing(ahead)
-        if sum([self.blocks.blocks_for(end) - len(one.blocks) for one, end in growing]) > self.blocks.num_free:
+        if sum([self.blocks.missing(*one) for one in growing]) > self.blocks.num_free:
             return None
         decoding = ahead.sequences
         if not batch.all_sample and ahead.token_source is not None:
@@ -126,7 +126,7 @@ class Scheduler:
             self.policy.skip_plan(decoding, offers)
         for sequence, end in growing:
             self.blocks.allocate(sequence, end)
-        self._begin(ahead.num_tokens)
+        self._rows, self._num_tokens, self._num_drafted = {}, ahead.num_tokens, 0
         self._admit()
         if self._rows:
             ahead = ahead.joined(Batch.of(list(self._rows.values())))
@@ -180,8 +180,7 @@ class Scheduler:
             # The step commits one token at least, and the last token of an answer is never drafted.
             nodes = self._fitting(method, drafted, sequence.remaining - 2)
             end = min(len(sequence.tokens) + drafted + 1 + self._slots_behind(method, nodes), sequence.max_len)
-            more = self.blocks.blocks_for(end) - len(sequence.blocks)
-            if nodes > 0 and self.blocks.num_free - more >= len(self.running):
+            if nodes > 0 and self.blocks.num_free - self.blocks.missing(sequence, end) >= len(self.running):
                 self.blocks.allocate(sequence, end)
                 reserved[sequence.key] = end
                 rows.append((row, nodes))
@@ -218,9 +217,6 @@ class Scheduler:
         by_key = dict(zip([sequence.key for sequence in decoding], plans, strict=True))
         return [by_key.get(sequence.key, NO_DRAFT) for sequence in sequences]
 
-    def _begin(self, num_tokens: int = 0) -> None:
-        self._rows, self._num_tokens, self._num_drafted = {}, num_tokens, 0
-
     def _end(self, batch: Batch, width: int) -> Batch:
         size = self.blocks.block_size
         self._rows, batch.changes = {}, self._changes
@@ -229,7 +225,7 @@ class Scheduler:
         return batch
 
     def _continue(self, sequence: Sequence, promised: int = 0, plan: DraftPlan = NO_DRAFT) -> None:
-        """Schedule a row, preempting younger sequences; keep `promised` tokens for other decodes."""
+        """Schedule a row, preempting the youngest; keep `promised` tokens, and blocks, for other decodes."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         length, first, nodes = len(sequence.tokens), sequence.num_computed, plan.max_nodes
@@ -244,11 +240,13 @@ class Scheduler:
         if nodes:
             last = max(min(end + self._slots_behind(plan.method, nodes), sequence.max_len), end + nodes)
         if len(sequence.blocks) * self.blocks.block_size < last:
-            more = self.blocks.blocks_for(last) - len(sequence.blocks)
-            if nodes and more + promised > self.blocks.num_free:  # the other decodes may need a block each
+            if nodes and self.blocks.missing(sequence, last) + promised > self.blocks.num_free:  # others may need one
                 nodes, last = 0, end  # a draft never preempts
-            if not self._make_room(sequence, end):
-                return
+            while self.blocks.missing(sequence, end) > self.blocks.num_free:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return
             self.blocks.allocate(sequence, last)
         method = plan.method if nodes else NO_DRAFT.method
         self._rows[sequence.key] = Row(sequence, first, count, count == uncomputed, method, nodes)
@@ -261,15 +259,6 @@ class Scheduler:
 
     def _slots_behind(self, method: str, nodes: int) -> int:
         return max(nodes, self._scratch_slots.get(method, 0))
-
-    def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""
-        while not self.blocks.can_allocate(sequence, end):
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
 
     def _admit(self) -> None:
         while self.waiting and self.has_place:

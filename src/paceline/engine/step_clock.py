@@ -26,7 +26,8 @@ class StepClock:
 
     def start_behind(self, flight: InFlightStep) -> None:
         """Begin a step that was launched by the one before: the device started when that one had been read."""
-        if flight.is_over and self._started - self._returned_at > AWAY_SHARE * (self._started - self._read_at):
+        is_over = flight.verdict_copy is not None and flight.verdict_copy.is_over
+        if is_over and self._started - self._returned_at > AWAY_SHARE * (self._started - self._read_at):
             flight.time_is_typical = False  # the caller was away, so the end of the pass is unknown
         else:
             self._started = self._read_at

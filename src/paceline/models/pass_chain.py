@@ -89,7 +89,8 @@ class PassChain:
         """Compile the kernels between two passes, before anything is in the caches; False: chains do not work here."""
         row = ChainRow([0] * READ, 0, READ, 2, [0] * (READ + 2))
         zeros = torch.zeros(1, 2, dtype=torch.int64, device=self._graphs.device)
-        verdict = UnreadVerdict(tokens=zeros, num_accepted=zeros[:, 0], path=zeros[:, :1], rows=[0])
+        rows = dict.fromkeys(("num_accepted", "length", "node_row", "req_index"), zeros[:, 0])
+        verdict = UnreadVerdict(tokens=zeros, path=zeros[:, :1], rows=[0], **rows)
         try:
             self.draft([row])
             self.draft([row], verdict)

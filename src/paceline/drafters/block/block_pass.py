@@ -67,14 +67,11 @@ class BlockPasses:
     def run(self, rows: BlockRows, nodes: int) -> tuple[Tensor, Tensor | None]:
         """Return what `finish` does: (parts, B, nodes) and (B, nodes); captured drafts have `most` nodes."""
         if not self._captured:
-            return self._eagerly(rows, nodes)
+            output = self._decoder.run(self._embed(rows.anchors), self._planned(rows), self._caches, None)
+            return self._finish(output.logits, rows.anchors, nodes)
         most = SEQUENCES[-1]
         parts = [self._replayed(rows, at, min(at + most, len(rows.starts))) for at in range(0, len(rows.starts), most)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
-
-    def _eagerly(self, rows: BlockRows, nodes: int) -> tuple[Tensor, Tensor | None]:
-        output = self._decoder.run(self._embed(rows.anchors), self._planned(rows), self._caches, None)
-        return self._finish(output.logits, rows.anchors, nodes)
 
     def _planned(self, rows: BlockRows) -> PassPlan:
         device, columns = self._decoder.device, torch.tensor([rows.starts, rows.ends])

@@ -32,6 +32,7 @@ from paceline.models.spec import ModelConfig
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 TAP_NORM, MASKS = "tap_norm.weight", "mask_embedding.weight"
+OWN_KEYS = ("tap_norm", "mask_embedding", "markov_over_draft_vocab")  # under `paceline`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +107,8 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
         markov_rank=fields.integer("markov_rank", 0, least=0) if W1 in tensors else 0,
         # Where the key is missing: speculators means False, DSpark folders as published mean True.
         sample_from_anchor=fields.flag("sample_from_anchor", "speculators_model_type" not in raw and is_dspark),
-        tap_norm=own.flag("tap_norm"),
-        mask_embedding=own.flag("mask_embedding"),
-        markov_over_draft_vocab=own.flag("markov_over_draft_vocab"),
         target=target_of(fields),
+        **{key: own.flag(key) for key in OWN_KEYS},
     )
     if is_dspark and not config.markov_rank:
         raise BrokenModel(
@@ -158,9 +157,5 @@ def described(config: DSparkConfig) -> Json:
         "draft_vocab_size": config.draft_vocab_size,
     }
     layer = {**layer_keys(config.body), "rope_parameters": rope_keys(config.body.rope)}
-    own = {
-        "tap_norm": config.tap_norm,
-        "mask_embedding": config.mask_embedding,
-        "markov_over_draft_vocab": config.markov_over_draft_vocab,
-    }
+    own = {key: getattr(config, key) for key in OWN_KEYS}
     return description(config.method, "0.4.0", architecture, layer, config.depth, config.target, own) | keys

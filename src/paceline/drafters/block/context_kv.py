@@ -95,13 +95,10 @@ class ContextKV:
     def joined(self, taps: Tensor) -> Tensor:
         """Return one vector a position (A, H) from hidden states (A, T, H)."""
         kernels, eps = self._decoder.kernels, self._config.body.rms_norm_eps
-        return kernels.rms_norm(kernels.linear(self._normed(taps).flatten(1), self._fc), self._norm, eps)
-
-    def _normed(self, taps: Tensor) -> Tensor:
         taps = taps.to(self._decoder.dtypes.compute)
-        if self._tap_norm is None:
-            return taps
-        return F.rms_norm(taps, taps.shape[-1:], eps=self._config.body.rms_norm_eps) * self._tap_norm
+        if self._tap_norm is not None:
+            taps = F.rms_norm(taps, taps.shape[-1:], eps=eps) * self._tap_norm
+        return kernels.rms_norm(kernels.linear(taps.flatten(1), self._fc), self._norm, eps)
 
     def _store(self, taps: Tensor, positions: Tensor, slots: Tensor, end: int) -> None:
         kernels, layers, shape = self._decoder.kernels, self._decoder.layers, self._decoder.shape(end)

@@ -167,25 +167,22 @@ class DSparkDrafter(TappedDrafter):
                 self._decoder, caches, block_size, size, self._block, self._trees, self._most, recorder
             )
         if isinstance(kernels := self._decoder.kernels, NativeKernels):
-            self._native = self._native_blocks(kernels, block_size)
-
-    def _native_blocks(self, kernels: NativeKernels, block_size: int) -> NativeBlocks:
-        assert self._context_kv.view is not None
-        return NativeBlocks(
-            kernels,
-            self._context_kv.view,
-            masks=self._masks[0].contiguous(),
-            norm=self._decoder.final_norm,
-            head=self._decoder.head,
-            embedding=self._embedding,
-            ids=self._ids,
-            markov=self._markov,
-            beam=self._beam,
-            count=CANDIDATES,
-            first_row=self.config.block_size - self.config.depth,
-            max_positions=self.config.body.max_positions,
-            block_size=block_size,
-        )
+            assert self._context_kv.view is not None
+            self._native = NativeBlocks(
+                kernels,
+                self._context_kv.view,
+                masks=self._masks[0].contiguous(),
+                norm=self._decoder.final_norm,
+                head=self._decoder.head,
+                embedding=self._embedding,
+                ids=self._ids,
+                markov=self._markov,
+                beam=self._beam,
+                count=CANDIDATES,
+                first_row=size - self.config.depth,
+                max_positions=self.config.body.max_positions,
+                block_size=block_size,
+            )
 
     def close(self) -> None:
         self._passes = self._native = None
@@ -285,19 +282,16 @@ class DSparkDrafter(TappedDrafter):
     @functools.cached_property
     def _tree_kernels(self) -> ModuleType | None:
         """The kernels that grow trees; None: torch does."""
-        kernels, size = _cuda_tree() if self.device.type == "cuda" else None, self.config.draft_vocab_size
-        serves = kernels is not None and kernels.serves(self.config.depth, size, self._beam, self._most)
-        return kernels if serves else None
-
-
-@functools.cache
-def _cuda_tree() -> ModuleType | None:
-    try:
-        require_triton()
-        from paceline.drafters.block import cuda_tree
-    except ImportError:  # no Triton that works here
-        return None
-    return cuda_tree
+        if self.device.type != "cuda":
+            return None
+        try:
+            require_triton()
+            from paceline.drafters.block import cuda_tree
+        except ImportError:  # no Triton that works here
+            return None
+        config = self.config
+        serves = cuda_tree.serves(config.depth, config.draft_vocab_size, self._beam, self._most)
+        return cuda_tree if serves else None
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -102,7 +101,6 @@ class MedusaDrafter(TappedDrafter):
             for head in heads[: self.depth]
         ]
         self._choice = torch.from_numpy((self._tree.depth - 1) * self._ranks + self._tree.rank).to(self.device)
-        self._captures = self.device.type == "cuda" and self._kernels.captures
         self._recorder, self._graphs = GraphRecorder(), dict[tuple[int, int], CudaGraph]()  # by rows and depth
         self._inputs: Tensor | None = None  # (MOST_ROWS, H), input of the graphs
         if self.device.type == "cuda":
@@ -131,21 +129,18 @@ class MedusaDrafter(TappedDrafter):
         super().bind(caches, block_size)
         if self._inputs is None:
             return
+        captures = self._kernels.captures
         with torch.cuda.device(self.device):
             for rows in sorted({up(count) for count in range(1, MOST_ROWS + 1)}, reverse=True):
                 for depth in range(1, self.depth + 1):
                     work = functools.partial(self._rank, self._inputs[:rows], depth)
                     work()
-                    self._capture((rows, depth), work)
-
-    def _capture(self, shape: tuple[int, int], work: Callable[[], Tensor]) -> None:
-        if not self._captures:
-            return
-        try:
-            self._graphs[shape] = self._recorder.capture(work)
-        except RuntimeError as problem:
-            self._captures = False
-            warn_uncaptured("a pass of Medusa heads", problem)
+                    try:
+                        if captures:
+                            self._graphs[rows, depth] = self._recorder.capture(work)
+                    except RuntimeError as problem:
+                        captures = False
+                        warn_uncaptured("a pass of Medusa heads", problem)
 
     @torch.inference_mode()
     def draft(self, rows: SequenceOf[DraftRequest], req_indices: Tensor, lengths: Tensor) -> Draft:

@@ -19,19 +19,19 @@ from dataclasses import replace
 
 import torch
 
-from paceline.config import MAX_K, TRAINED_LEVEL
+from paceline.config import TRAINED_LEVEL
 from paceline.core.device_draft import merge_drafts
 from paceline.core.draft import Draft
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import DrafterContext, DraftRequest, VerifiedDraft
+from paceline.drafters.base import DrafterContext, DrafterDefaults, DraftRequest, VerifiedDraft
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.by_passes import ByPasses, ModelKV
 from paceline.drafters.model.chain_sampler import ChainSampler, SampledChains, SamplingGraphs, is_plain, warmup
 from paceline.drafters.model.vocabulary import load_beside
 from paceline.errors import InvalidParameter
 from paceline.models.decoder import Model
-from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.kv_cache import LayerCache
 from paceline.models.load.hub import resolve
 from paceline.models.pass_chain import READ, ChainRow, PassChain
 from paceline.models.warmup import drafting
@@ -41,11 +41,8 @@ CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longe
 FAST_CATCH_UP = 2048  # tokens; in place of CATCH_UP where passes are prepared, as on a GPU
 
 
-class DraftModelDrafter:
-    name = DRAFT_MODEL
-    on_device = True
-    taps: tuple[int, ...] = ()
-    shifted_kv, scratch_slots, depth, trees = False, 0, MAX_K, False
+class DraftModelDrafter(DrafterDefaults):
+    name, on_device = DRAFT_MODEL, True
 
     def __init__(
         self,
@@ -58,7 +55,7 @@ class DraftModelDrafter:
         """`eos_token_ids` are the target's: they end an answer, not those of the draft model."""
         config = model.config
         self.version = version or f"{self.name}/{_digest(repr(config))}"
-        self.kv_layers: tuple[KVSpec, ...] = tuple(model.kv_specs)
+        self.kv_layers = tuple(model.kv_specs)
         self.model, self.device, self.time_is_typical = model, model.device, True
         self._catch_up, self._block_size = catch_up, 0
         self._states: dict[str, ModelKV] = {}
@@ -117,9 +114,6 @@ class DraftModelDrafter:
 
     def level(self, sequence: Sequence) -> int:
         return TRAINED_LEVEL if len(sequence.tokens) < self.model.config.max_positions else 0
-
-    def close(self) -> None:
-        pass
 
     def unread_tokens(self, sequence: Sequence) -> int:
         """Return the tokens that the draft model reads before it drafts: 1 or 2 while it drafts every step."""

@@ -181,7 +181,7 @@ class Worker:
     def compile_grammars(self) -> None:
         """Compile grammars and submit their requests, in a thread: steps and other requests do not wait for the seconds
         that a large schema takes."""
-        compiler = GrammarCompiler(lambda wanted: self._bundle.engine.grammars.compile(wanted))
+        compiler = GrammarCompiler(lambda wanted: self._bundle.engine.admission.grammars.compile(wanted))
         while True:
             request = self._structured.get()
             if request.request_id in self._uncompiled and request.params.structured_outputs is not None:
