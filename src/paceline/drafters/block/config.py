@@ -13,17 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import MAX_K
-from paceline.drafters.folder import (
-    FAMILIES,
-    UNKNOWN_TARGET,
-    TargetShape,
-    description,
-    layer_keys,
-    layer_shapes,
-    refuse_another,
-    rope_keys,
-    target_of,
-)
+from paceline.drafters import folder
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.files.json_fields import Json, JsonFields
@@ -47,7 +37,7 @@ class DSparkConfig:
     tap_norm: bool = False
     mask_embedding: bool = False
     markov_over_draft_vocab: bool = False  # W1 has a row for each draft token; for other tokens it is zero
-    target: TargetShape = UNKNOWN_TARGET
+    target: folder.TargetShape = folder.UNKNOWN_TARGET
 
     @property
     def method(self) -> str:
@@ -59,13 +49,13 @@ class DSparkConfig:
         return self.block_size - (not self.sample_from_anchor)
 
 
-def check_target(config: DSparkConfig, target: ModelConfig, folder: Path) -> None:
+def check_target(config: DSparkConfig, target: ModelConfig, source: Path) -> None:
     """Refuse a drafter that was trained for a model of another shape."""
-    refuse_another(config.target, target, folder, config.body.hidden_size, config.body.vocab_size)
+    folder.refuse_another(config.target, target, source, config.body.hidden_size, config.body.vocab_size)
     deepest = max(config.taps)
     if deepest > target.num_layers:
         raise InvalidParameter(
-            "drafter", f"{folder} reads the input of layer {deepest}, and this model has {target.num_layers} layers"
+            "drafter", f"{source} reads the input of layer {deepest}, and this model has {target.num_layers} layers"
         )
 
 
@@ -76,7 +66,7 @@ def shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * hidden)}
     tensors |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(body.num_layers):
-        parts = layer_shapes(body, hidden) | {"input_layernorm": (hidden,)}
+        parts = folder.layer_shapes(body, hidden) | {"input_layernorm": (hidden,)}
         tensors |= {f"layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
     if rank:
         tensors |= {W1: (vocab if config.markov_over_draft_vocab else body.vocab_size, rank), W2: (vocab, rank)}
@@ -107,7 +97,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
         markov_rank=fields.integer("markov_rank", 0, least=0) if W1 in tensors else 0,
         # Where the key is missing: speculators means False, DSpark folders as published mean True.
         sample_from_anchor=fields.flag("sample_from_anchor", "speculators_model_type" not in raw and is_dspark),
-        target=target_of(fields),
+        target=folder.target_of(fields),
         **{key: own.flag(key) for key in OWN_KEYS},
     )
     if is_dspark and not config.markov_rank:
@@ -121,11 +111,11 @@ def _body(fields: JsonFields, tensors: Mapping[str, Tensor]) -> ModelConfig:
     """Return the config of the drafter's layers; whether q and k have norms is read off the tensors."""
     layer, source = fields.section("transformer_layer_config").values or fields.values, fields.source
     family = str(layer.get("model_type", "qwen3"))
-    if family not in FAMILIES:
+    if family not in folder.FAMILIES:
         raise UnsupportedModel(
-            f"{source}: layers of model_type {family!r} are not supported; {', '.join(FAMILIES)} are"
+            f"{source}: layers of model_type {family!r} are not supported; {', '.join(folder.FAMILIES)} are"
         )
-    body = parse_config({**layer, "architectures": [FAMILIES[family]]}, source)
+    body = parse_config({**layer, "architectures": [folder.FAMILIES[family]]}, source)
     if body.qkv_bias or body.mlp_bias:
         raise UnsupportedModel(f"{source}: a drafter's layers with biases are not supported")
     return replace(body, qk_norm="layers.0.self_attn.q_norm.weight" in tensors)
@@ -156,6 +146,6 @@ def described(config: DSparkConfig) -> Json:
         "target_hidden_size": config.body.hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
     }
-    layer = {**layer_keys(config.body), "rope_parameters": rope_keys(config.body.rope)}
+    layer = {**folder.layer_keys(config.body), "rope_parameters": folder.rope_keys(config.body.rope)}
     own = {key: getattr(config, key) for key in OWN_KEYS}
-    return description(config.method, "0.4.0", architecture, layer, config.depth, config.target, own) | keys
+    return folder.description(config.method, "0.4.0", architecture, layer, config.depth, config.target, own) | keys

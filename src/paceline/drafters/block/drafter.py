@@ -158,9 +158,7 @@ class DSparkDrafter(TappedDrafter):
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         super().bind(caches, block_size)
         self._caches = caches
-        graphs, size = self._decoder.graphs, self.config.block_size
-        captures = graphs is not None and graphs.capture and self.device.type == "cuda"
-        recorder = GraphRecorder() if captures else None
+        recorder, size = self._recorder(), self.config.block_size
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self._context_kv.bind(caches, recorder)
             self._passes = BlockPasses(
@@ -186,6 +184,11 @@ class DSparkDrafter(TappedDrafter):
 
     def close(self) -> None:
         self._passes = self._native = None
+
+    def _recorder(self) -> GraphRecorder | None:
+        """Return what captures drafts; None: nothing is captured."""
+        graphs = self._decoder.graphs
+        return GraphRecorder() if graphs is not None and graphs.capture and self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def write_context_kv(self, batch: TapBatch) -> None:

@@ -12,18 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.drafters.folder import (
-    FAMILIES,
-    UNKNOWN_TARGET,
-    TargetShape,
-    description,
-    layer_keys,
-    layer_shapes,
-    refuse_another,
-    rope_keys,
-    target_keys,
-    target_of,
-)
+from paceline.drafters import folder
 from paceline.drafters.methods import EAGLE, EAGLE3
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.files.json_fields import Json, JsonFields
@@ -52,7 +41,7 @@ class EagleConfig:
     own_embedding: bool = False
     own_head: bool = True
     biases: frozenset[str] = field(default_factory=frozenset)  # names of linear layers that have one
-    target: TargetShape = UNKNOWN_TARGET
+    target: folder.TargetShape = folder.UNKNOWN_TARGET
 
     @property
     def method(self) -> str:
@@ -101,7 +90,7 @@ def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a drafter's tensors by name."""
     body, wide = config.body, config.body.hidden_size
     fused = config.num_taps * config.feature_size
-    layer = layer_shapes(body, 2 * wide if config.fused else wide)
+    layer = folder.layer_shapes(body, 2 * wide if config.fused else wide)
     parts: dict[str, tuple[int, ...]] = {"fc": (wide, fused if config.fused else 2 * wide)}
     parts |= {f"{LAYER}.{name}": shape for name, shape in layer.items()}
     if config.fused:
@@ -147,7 +136,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
         biases=biases,
-        target=target_of(fields),
+        target=folder.target_of(fields),
     )
 
 
@@ -155,7 +144,7 @@ def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) 
     """Return the layer's config; keys that a file leaves out are read off the tensors or are transformers' defaults."""
     family = str(layer.get("model_type", "llama"))
     family = "llama" if family in LLAMAS else family
-    if family not in FAMILIES:
+    if family not in folder.FAMILIES:
         raise UnsupportedModel(f"{source}: a layer of model_type {family!r} is not supported; llama and qwen3 are")
     if layer.get("num_hidden_layers", 1) != 1:
         raise UnsupportedModel(f"{source}: {layer['num_hidden_layers']} layers are not supported; one is")
@@ -174,8 +163,9 @@ def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) 
         **({"vocab_size": len(tensors["t2d"])} if "t2d" in tensors else {}),
     }
     keys = {key: value for key, value in layer.items() if value is not None and key != "architectures"}
-    merged = {**defaults, **keys, "architectures": [FAMILIES[family]], "num_hidden_layers": 1, "attention_bias": False}
-    body = parse_config({**merged, "mlp_bias": False, "layer_types": None, "use_sliding_window": False}, source)
+    merged = {**defaults, **keys, "architectures": [folder.FAMILIES[family]], "num_hidden_layers": 1}
+    fixed = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "use_sliding_window": False}
+    body = parse_config(merged | fixed, source)
     if f"{attention}.q_norm.weight" not in tensors and body.qk_norm:
         raise BrokenModel(f"{source}: tensor {attention}.q_norm.weight is missing")
     return body
@@ -191,7 +181,7 @@ def _layer_ids(fields: JsonFields, eagle: JsonFields) -> tuple[int, ...] | None:
 
 def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
     """Refuse a drafter that was trained for a model of another shape."""
-    refuse_another(config.target, target, source, config.feature_size, config.body.vocab_size)
+    folder.refuse_another(config.target, target, source, config.feature_size, config.body.vocab_size)
     if config.body.hidden_size != target.hidden_size and not (config.own_embedding and config.own_head):
         raise InvalidParameter("drafter", f"{source} has another hidden size and no embedding and head of its own")
     if not config.own_head and config.vocab < target.vocab_size and not target.tie_embeddings:
@@ -205,7 +195,7 @@ def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
 
 def _layer(config: EagleConfig) -> Json:
     biases = {part: any(part in name for name in config.biases) for part in ("self_attn", "mlp")}
-    return layer_keys(config.body, attention_bias=biases["self_attn"], mlp_bias=biases["mlp"])
+    return folder.layer_keys(config.body, attention_bias=biases["self_attn"], mlp_bias=biases["mlp"])
 
 
 def _own_keys(config: EagleConfig) -> Json:
@@ -231,16 +221,17 @@ def raw_description(config: EagleConfig) -> Json:
             }
     else:
         raw["bias"] = "fc" in config.biases
-    return raw | {"paceline": {"target": target_keys(config.target)}}
+    return raw | {"paceline": {"target": folder.target_keys(config.target)}}
 
 
 def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
     """Return config.json in speculators' layout; `tokens`: of a chain, unless its reader chooses."""
     assert config.fused, "speculators has no EAGLE-1"
-    layer = {**_layer(config), "num_aux_hidden_states": config.num_taps, "rope_parameters": rope_keys(config.body.rope)}
+    rope = folder.rope_keys(config.body.rope)
+    layer = {**_layer(config), "num_aux_hidden_states": config.num_taps, "rope_parameters": rope}
     keys = {
         **_own_keys(config),
         "target_hidden_size": config.target_hidden_size or None,
         "eagle_aux_hidden_state_layer_ids": None if config.layer_ids is None else list(config.layer_ids),
     }
-    return description(config.method, "0.9.0", "Eagle3DraftModel", layer, tokens, config.target) | keys
+    return folder.description(config.method, "0.9.0", "Eagle3DraftModel", layer, tokens, config.target) | keys

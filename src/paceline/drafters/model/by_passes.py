@@ -64,7 +64,7 @@ class DraftChains:
 
 class ByPasses:
     def __init__(self, model: Model, states: Mapping[str, ModelKV], eos_token_ids: frozenset[int]) -> None:
-        self._model, self._states = model, states
+        self._model, self._states, self._eos = model, states, eos_token_ids
         self._builder = SamplingMetadataBuilder(model.config.vocab_size, eos_token_ids, model.device)
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
@@ -163,7 +163,8 @@ class ByPasses:
     def _cut_at_end(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Cut a chain behind a token that ends the answer: later tokens could never be committed."""
         self._states[sequence.key].drafted = tokens[:-1]  # the last one's K/V were never computed
-        return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in sequence.ends), len(tokens))]
+        ends = {*sequence.params.stop_token_ids, *(() if sequence.params.ignore_eos else self._eos)}
+        return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))]
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, owners: Tensor, tables: Tensor, logit_rows: Tensor, max_len: int
