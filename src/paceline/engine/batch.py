@@ -167,12 +167,10 @@ class EngineStats:
     num_committed_tokens: int = 0
     step_s: float = 0.0
     model_s: float = 0.0  # the rest of `step_s` is the engine's own
-    late_captures: int = 0  # passes captured and sampling kernels compiled after start-up: steps waited for them
 
-    def add(self, batch: Batch, committed: int, model_s: float, step_s: float, late_captures: int) -> None:
+    def add(self, batch: Batch, committed: int, model_s: float, step_s: float) -> None:
         self.num_steps += 1
         self.num_pass_tokens += batch.num_tokens
         self.num_committed_tokens += committed
         self.step_s += step_s
         self.model_s += model_s
-        self.late_captures = late_captures

@@ -117,15 +117,14 @@ class Engine:
             self._in_flight = ahead
             # A stop string found now ends a row of the step ahead.
             self.committer.publish(flight, result, self._reserved if ahead is None else ahead.batch.reserved)
-            late_captures = self.runner.late_captures
-            self.stats.add(flight.batch, result.num_tokens, flight.model_s, self.clock.step_s, late_captures)
+            self.stats.add(flight.batch, result.num_tokens, flight.model_s, self.clock.step_s)
             self.clock.finish()
             return self._with_failed(result)
 
     def _take_in_flight(self) -> InFlightStep | None:
         """Return the step that the last call launched, unless all its sequences have ended since."""
         flight, self._in_flight = self._in_flight, None
-        if flight is None or all(sequence.finished for sequence in flight.sequences):
+        if flight is None or all(sequence.finished for sequence in flight.batch.sequences):
             return None
         self.clock.start_behind(flight)
         return flight
@@ -162,7 +161,8 @@ class Engine:
         try:
             result = self.committer.read(flight)
         except Exception as problem:
-            self._lost = flight.sequences if ahead is None else [*flight.sequences, *ahead.sequences], problem
+            batches = [flight.batch] if ahead is None else [flight.batch, ahead.batch]
+            self._lost = [sequence for batch in batches for sequence in batch.sequences], problem
             return None
         timing, plain_s = self.clock.read(flight, self.drafters), None
         if self.drafters.drafters:

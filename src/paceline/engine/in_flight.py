@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from paceline.core.draft import Draft, packed_to
-from paceline.core.sequence import Sequence, TokenLogprobs
+from paceline.core.sequence import TokenLogprobs
 from paceline.core.verdict import UnreadVerdict, Verdict
 from paceline.engine.batch import Batch
 from paceline.engine.layout import PassLayout
@@ -107,7 +107,3 @@ class InFlightStep:
             node_row=node_row,
             req_index=req_index,
         )
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return self.batch.sequences

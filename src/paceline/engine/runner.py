@@ -49,7 +49,7 @@ class Runner:
 
     @property
     def late_captures(self) -> int:
-        """Passes captured and kernels compiled in steps, which waited for them."""
+        """Passes captured and kernels compiled after start-up, in steps, which waited for them."""
         graphs = getattr(self.model, "graphs", None)
         return self.sampler.late_captures + (0 if graphs is None else graphs.late_captures)
 
