@@ -23,7 +23,7 @@ from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.base import DrafterDefaults, DraftRequest, VerifiedDraft, excluded
 from paceline.drafters.hidden_states import PromptChunk, TapBatch, TapRing
 from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import slots_of
+from paceline.models.plan import padded_tables, slots_of
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -113,13 +113,12 @@ class TappedDrafter(DrafterDefaults):
             self._catch_up_on_host(sequences, pending)
             return
         ends = [each.start for each in pending]
-        width = max(len(sequence.blocks) for sequence in sequences)
-        tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
+        tables = padded_tables([sequence.blocks for sequence in sequences]).long()
         end, tables = packed_to(self.device, torch.tensor(ends), tables)
         at = end[:, None] + torch.arange(most, device=self.device)  # slots
         position = at - self._shift
         taps, tokens = self._ring.load(req_indices[:, None], position, self._columns)
-        slots = tables.gather(1, (at // self.block_size).clamp_max(width - 1)) * self.block_size
+        slots = tables.gather(1, (at // self.block_size).clamp_max(tables.shape[1] - 1)) * self.block_size
         slots = torch.where(position < lengths[:, None] - 1, slots + at % self.block_size, -1)
         parts = taps.flatten(0, 1), tokens.flatten(), position.flatten(), slots.flatten()
         self.write_context_kv(TapBatch(*parts, max(ends) + most))
@@ -134,10 +133,8 @@ class TappedDrafter(DrafterDefaults):
         numbers = torch.from_numpy(position), torch.from_numpy(slots)
         self.write_context_kv(TapBatch(taps, tokens, *numbers, max(each.stop for each in pending)))
 
-    def _slots_in(self, sequence: Sequence, at: range) -> np.ndarray[Any, np.dtype[np.int64]]:
-        tables = np.array([sequence.blocks])
-        slots: np.ndarray[Any, np.dtype[np.int64]] = slots_of(tables, 0, np.arange(at.start, at.stop), self.block_size)
-        return slots
+    def _slots_in(self, sequence: Sequence, at: range) -> Any:
+        return slots_of(np.array([sequence.blocks]), 0, np.arange(at.start, at.stop), self.block_size)
 
     def _caught_up(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:

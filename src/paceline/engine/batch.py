@@ -49,9 +49,8 @@ class Batch:
         self.num_tokens = sum(self.count.tolist()) + self.num_drafted  # rows of the target pass, at the most
         self.sampling: Ints = self.samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(self.sequences)
-        sampling = slice(None) if self.all_sample else self.sampling
-        self.sampled_req_indices: Ints = self.req_indices[sampling]
-        self.sampled_lengths: Ints = self.ends[sampling]  # committed tokens at the start of the step
+        self.sampled_req_indices = self.req_indices if self.all_sample else self.req_indices[self.sampling]
+        self.sampled_lengths = self.ends if self.all_sample else self.ends[self.sampling]  # before the step
         self.tables = NO_TABLES
         self.filled: list[int] = []  # rows that fill a block of the cache
         self.changes = -1  # the scheduler's count of sequences that joined or left, when the batch was made

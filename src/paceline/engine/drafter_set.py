@@ -183,7 +183,9 @@ class DrafterSet:
         `min_node_probability`: as in `DraftRequest`.
         """
         early, self._early, self._timed = self._early, {}, {}
-        rows, place = len(batch.sampling), batch.place if batch.num_drafted else ()
+        if not batch.num_drafted:
+            return self._empty(len(batch.sampling))
+        rows, place = len(batch.sampling), batch.place
         requests: dict[str, list[tuple[int, DraftRequest]]] = {}  # by method: row of the draft, and its request
         for index, (method, max_nodes) in batch.drafts.items():
             if method not in self.retired:

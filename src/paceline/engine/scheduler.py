@@ -97,8 +97,9 @@ class Scheduler:
             self._continue(sequence)
         if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
             self._admit()  # not in a step that had to preempt: the newcomer would be next
-        rows = list(self._rows.values())
-        return self._end(Batch.of(rows), max([len(row.sequence.blocks) for row in rows], default=0))
+        rows, size = list(self._rows.values()), self.blocks.block_size
+        filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
+        return self._end(Batch.of(rows), filled, max([len(row.sequence.blocks) for row in rows], default=0))
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """Schedule the step after a plain one whose verdict is not read: every row that samples goes on by one token,
@@ -130,7 +131,9 @@ class Scheduler:
         self._admit()
         if self._rows:
             ahead = ahead.joined(Batch.of(list(self._rows.values())))
-        return self._end(ahead, self.blocks.blocks_for(int(ahead.ends.max())))
+        size = self.blocks.block_size
+        filled = np.flatnonzero(ahead.first % size + ahead.count >= size).tolist()
+        return self._end(ahead, filled, self.blocks.blocks_for(int(ahead.ends.max())))
 
     def _continued(self, batch: Batch) -> Batch | None:
         """Return the rows that go on behind `batch`: one token of each that samples, and the next chunk of prompts.
@@ -217,10 +220,8 @@ class Scheduler:
         by_key = dict(zip([sequence.key for sequence in decoding], plans, strict=True))
         return [by_key.get(sequence.key, NO_DRAFT) for sequence in sequences]
 
-    def _end(self, batch: Batch, width: int) -> Batch:
-        size = self.blocks.block_size
-        self._rows, batch.changes = {}, self._changes
-        batch.filled = np.flatnonzero(batch.first % size + batch.count >= size).tolist()
+    def _end(self, batch: Batch, filled: list[int], width: int) -> Batch:
+        self._rows, batch.changes, batch.filled = {}, self._changes, filled
         batch.tables = self.blocks.tables_at(batch.req_indices, width)
         return batch
 
