@@ -159,7 +159,7 @@ def throughput(args: argparse.Namespace) -> None:
                 engine.cancel(sequence.request_id)
             return rate
 
-        bare_rate, late = llm.call(bare), llm.call(lambda engine: engine.stats.late_captures)
+        bare_rate, late = llm.call(bare), llm.call(lambda engine: engine.runner.late_captures)
         rates = []
         for _ in range(2):
             started = time.perf_counter()
@@ -171,7 +171,7 @@ def throughput(args: argparse.Namespace) -> None:
             "generate": max(rates),
             "first": rates[0],
             "share": max(rates) / bare_rate,
-            "late_captures": llm.call(lambda engine: engine.stats.late_captures) - late,
+            "late_captures": llm.call(lambda engine: engine.runner.late_captures) - late,
         }
         print(kind, result[kind], flush=True)
     finish("throughput", result)
