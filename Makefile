@@ -15,9 +15,10 @@ NATIVE := src/paceline/native
 BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in $(NATIVE)/*.cpp $(NATIVE)/*.h)
 
 # Engine, policy, layout, the walk and the basics of drafters; the rest, and long enumerations, are left to `make test`.
-QUICK := tests/engine tests/verify/test_walk.py tests/drafters/test_methods.py tests/drafters/test_ngram.py \
-	tests/drafters/test_on_device.py tests/drafters/test_contract.py::test_greedy_output_is_the_plain_one \
-	tests/test_imports.py tests/test_controls.py
+QUICK := tests/core tests/engine tests/verify/test_walk.py tests/verify/test_metadata.py \
+	tests/drafters/test_methods.py tests/drafters/lookup/test_tree.py tests/drafters/lookup/test_suffix.py \
+	tests/drafters/test_contract.py::test_greedy_and_seeded_output_is_the_plain_one \
+	tests/project/test_imports.py tests/project/test_structure.py tests/project/test_messages.py
 QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins \
 	or kernel_that_says or within_five_per_cent
 

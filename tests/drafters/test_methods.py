@@ -17,7 +17,8 @@ from paceline.config import AUTO, NONE, SpeculationConfig
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.method_names import by_vllm_name, drafter_specs, matches_method
 from paceline.drafters.methods import DFLASH, DRAFT_MODEL, MEDUSA, METHODS, NGRAM, SUFFIX
-from paceline.drafters.speculative_config import check, read
+from paceline.drafters.speculative_config import FIELD, check, read
+from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
 from tests.helpers.errors import refused
 
@@ -184,8 +185,29 @@ def test_a_list_of_vllms_settings_names_several_drafters() -> None:
             read(wrong, base)  # type: ignore[arg-type]
 
 
-def test_a_model_without_a_method_is_a_draft_model_and_means_nothing_to_a_lookup() -> None:
-    assert read({"model": "small"}, SpeculationConfig(method=AUTO)).method == DRAFT_MODEL
-    for wrong in ({"method": NGRAM, "model": "small"}, {"method": SUFFIX, "prompt_lookup_max": 3}, {"method": NONE}):
-        with refused("speculative_config"):
-            read(wrong, SpeculationConfig(method=AUTO))
+def test_vllms_settings_are_understood_and_lossy_options_are_refused_by_name() -> None:
+    base = SpeculationConfig(method=AUTO)
+    meant = read('{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 4}', base)
+    assert (meant.method, meant.k, meant.ngram_max) == (NGRAM, 6, 4)
+    assert read({"model": "smollm2"}, base).method == DRAFT_MODEL
+    assert read({"prompt_lookup_max": 1}, base).ngram_min == 1
+    given = {"method": "dspark", "model": "b", "num_speculative_tokens": 4}
+    for beside in ({"drafter": "a"}, {"method": AUTO, "k": 3}, {"method": SUFFIX}):
+        with pytest.raises(InvalidParameter):
+            read(given, SpeculationConfig(**beside))
+    for wrong, named in (
+        ({"posterior_threshold": 0.1}, "posterior_threshold"),
+        ({"method": "mlp_speculator"}, "mlp_speculator"),
+        ({"method": ["ngram"]}, "ngram"),
+        ({"method": NONE}, NONE),
+        ({"method": SUFFIX, "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"method": NGRAM, "model": "smollm2"}, "model"),
+        ({"warp": 9}, "'warp'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": "many"}, "num_speculative_tokens"),
+        ("{", "JSON"),
+        ("[]", "empty"),
+    ):
+        with refused(FIELD) as caught:
+            read(wrong, base)  # type: ignore[arg-type]
+        assert named in str(caught.value)

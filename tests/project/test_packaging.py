@@ -31,6 +31,16 @@ def test_torch_is_pinned_and_the_makefile_heeds_it() -> None:
     assert "--constraint constraints.txt" in (ROOT / "Makefile").read_text()
 
 
+def test_every_path_of_the_makefile_exists() -> None:
+    """Patterns too; a test is named by its file and its function."""
+    named = re.findall(r"(?:src|tests|benchmarks)/[\w./*:$()-]*[\w*]", (ROOT / "Makefile").read_text())
+    assert len(named) > 10
+    for path, _, function in (name.partition("::") for name in named):
+        found = sorted(ROOT.glob(path))
+        assert found or path == "src/*.egg-info", path
+        assert not function or f"def {function}(" in found[0].read_text(), f"{path}::{function}"
+
+
 def test_the_licence_is_apache_2() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text
@@ -88,9 +98,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     leave = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", tree / "src", ignore=leave)
     built = tree / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    native = built / "paceline" / "models" / "native"
+    native = built / "paceline" / "native"
     native.mkdir(parents=True)
-    for library in (ROOT / "src/paceline/models/native").glob("*.so"):
+    for library in (ROOT / "src/paceline/native").glob("*.so"):
         shutil.copy(library, native)  # newer than the sources, so not compiled again
     run([sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", "raw"], cwd=tree)
     [raw] = (tree / "raw").glob("*.whl")

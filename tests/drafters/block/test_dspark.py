@@ -288,24 +288,6 @@ def test_weights_that_know_the_answer_by_heart_are_always_right(decoder, kind):
         assert engine.drafters.failures == 0
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
-def test_trees_that_are_cut_where_they_are_unsure_change_no_answer(decoder, sampling):
-    prompt, config = list(range(12)), drafter_config(CONFIG, num_layers=1, block_size=3)
-    requests = [(0, "a", prompt, params(max_tokens=24, ignore_eos=True, **sampling))]
-    answer = answers(Engine(decoder, SIZES), requests)["a"]
-    tensors, drafted = overfit(config, decoder, [*prompt, *answer[:16]], len(prompt)), {}
-    for least in (0.0, 0.2, 1.0):
-        drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels)
-        policy = ByRequest({}, DraftPlan(drafter.name, 8))
-        policy.min_node_probability = least
-        engine = Engine(decoder, SIZES, drafters=[drafter], policy=policy)
-        (sequence,) = run(engine, requests)[0].values()
-        assert sequence.output_tokens == answer
-        assert engine.drafters.failures == 0
-        drafted[least] = sequence.stats.num_draft_tokens / sequence.stats.num_drafts
-    assert drafted[0.0] > drafted[0.2] > drafted[1.0] == 1, "nodes are left out, but never the likeliest"
-
-
 # -- as a user has it
 
 

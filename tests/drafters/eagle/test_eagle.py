@@ -4,7 +4,6 @@ folders, and that a drafter that knows an answer by heart is always right."""
 from __future__ import annotations
 
 import json
-import random
 
 import numpy as np
 import pytest
@@ -20,13 +19,13 @@ from paceline.drafters.eagle.tree import BELOW, DEPTH, TreeShape, grow, width_of
 from paceline.drafters.method_names import drafter_specs
 from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, accepts_folder
 from paceline.engine.engine import Engine
-from paceline.engine.policy import DraftPlan, FixedPolicy
+from paceline.engine.policy import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.plan import slots_of
 from tests.cuda.test_cuda import CONFIG, PROMPTS
 from tests.drafters.eagle.eagles import Reference, config_for, drafter_of, overfit, random_tensors
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
-from tests.helpers.contract_toys import ByRequest, params, run
+from tests.helpers.contract_toys import ByRequest, NowAndThen, params, run
 from tests.helpers.errors import refused
 
 LAYERS = (0, 1, 2)  # of the tiny target, which has two
@@ -60,17 +59,6 @@ def make(kind, decoder, tensors=None, **options):
     tensors = tensors or random_tensors(config)
     drafter = drafter_of(config, tensors, CONFIG, decoder.kernels, decoder.embedding, decoder.head, **options)
     return drafter, Reference(config, tensors, decoder.embedding, decoder.embedding)
-
-
-class NowAndThen(FixedPolicy):
-    """Plain steps in between, with which a drafter has to catch up."""
-
-    def __init__(self, name, nodes):
-        self.name, self.nodes, self.chance = name, nodes, random.Random(5)
-
-    def choose(self, sequence):
-        count = self.nodes[int(sequence.request_id)]
-        return DraftPlan(self.name, count) if self.chance.random() < 0.7 else DraftPlan()
 
 
 class Spy:
@@ -118,7 +106,7 @@ def test_logits_of_every_node_are_those_of_its_path(kind, decoder, monkeypatch):
     """After chunks of prompts, accepted and rejected drafts, and plain steps."""
     drafter, reference = make(kind, decoder)
     spy = Spy(drafter, monkeypatch)
-    engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen(drafter.name, (1, 4, 13, 30)))
+    engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen(drafter.name, (1, 4, 13, 30), 0.7))
     run(engine, [(at, str(at), prompt[:40], params(max_tokens=32)) for at, prompt in enumerate(PROMPTS)])
     assert engine.drafters.failures == 0
     seen, deep, fresh = 0, 0, tiny_decoder()
@@ -157,7 +145,7 @@ def explicit_tree(logits, nodes, ids, shape):
 def test_trees_hold_the_likeliest_paths_in_order(kind, decoder, monkeypatch):
     drafter, reference = make(kind, decoder)
     spy = Spy(drafter, monkeypatch)
-    engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen(drafter.name, (2, 7, 20, 60)))
+    engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen(drafter.name, (2, 7, 20, 60), 0.7))
     run(engine, [(0, str(at), prompt[:20], params(max_tokens=70)) for at, prompt in enumerate(PROMPTS)])
     checked = 0
     for call, (texts, _, _, budgets, shape, proposed) in enumerate(spy.calls[:6]):
@@ -207,7 +195,7 @@ def test_the_own_cache_is_that_of_a_pass_over_the_committed_tokens(kind, num_blo
     """After chunks, prefix hits, lag and, with few blocks, preemption."""
     drafter, reference = make(kind, decoder)
     config = EngineConfig(num_blocks=num_blocks, block_size=16, max_num_seqs=4, max_num_batched_tokens=48)
-    engine = Engine(decoder, config, drafters=[drafter], policy=NowAndThen(drafter.name, (2, 5, 9, 14)))
+    engine = Engine(decoder, config, drafters=[drafter], policy=NowAndThen(drafter.name, (2, 5, 9, 14), 0.7))
     prompts = [PROMPTS[1][:40], PROMPTS[1][:37], PROMPTS[2][:50], PROMPTS[1][:40]]
     added = [
         engine.add_request(str(at), prompt, params(max_tokens=60, ignore_eos=True))[0]

@@ -23,8 +23,7 @@ from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, tiny_decoder
-from tests.helpers import contract_toys
-from tests.helpers.contract_toys import VOCAB, ByRequest, answers, make_engine, params, plain, prompt_of, run
+from tests.helpers.contract_toys import ByRequest, answers, params, run
 from tests.helpers.errors import refused
 from tests.helpers.tiny import save_tiny
 
@@ -124,25 +123,6 @@ def test_heads_that_know_the_answer_by_heart_are_always_right():
     # Of the last tokens nothing was known.
     assert sequence.stats.num_accepted_tokens >= sequence.stats.num_draft_tokens - 3 > 12
     assert engine.drafters.failures == 0
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}])
-def test_random_heads_change_nothing(ahead, sampling):
-    drafter = MedusaDrafter(random_heads(contract_toys.HIDDEN, VOCAB, layers=2), VOCAB)
-    engine = make_engine([drafter], k=12, ahead=ahead)
-    requests = [(i, str(i), prompt_of(i, 9), params(max_tokens=30, **sampling)) for i in range(4)]
-    propose, begun = drafter.propose, []
-
-    def counting(rows, after=None):
-        begun.append(after is not None)
-        return propose(rows, after)
-
-    drafter.propose = counting
-    result = answers(engine, requests)
-    assert result == {name: alone.output_tokens for name, alone in plain(requests).items()}
-    assert engine.drafters.failures == 0
-    assert (sum(begun) > 5) == ahead, "drafts are begun behind steps under way where steps run ahead"
 
 
 # -- the folder

@@ -15,9 +15,9 @@ from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.lookup.index import DEPTH, END
 from paceline.drafters.lookup.suffix import SuffixDrafter
 from paceline.drafters.lookup.tree import INSERTED, LEVEL_STEPS, SUBSTITUTED
-from paceline.engine.policy import DraftPlan
 from paceline.testing import toy_config
-from tests.helpers.toys import greedy_periodic, propose, run_engine, sequence_of, thread_seconds
+from tests.helpers.contract_toys import make_engine, params, prompt_of, run
+from tests.helpers.toys import propose, sequence_of, thread_seconds
 
 METHOD_NAMES = ("ngram", "suffix")
 texts = st.integers(0, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=44))
@@ -247,33 +247,21 @@ def test_a_bound_too_small_for_anything_drafts_nothing(suffix_bytes):
 
 
 @pytest.mark.parametrize("num_blocks", [128, 14])
-def test_greedy_output_is_unchanged_and_comes_in_fewer_passes(num_blocks):
-    """At 14 blocks of 4 the four sequences preempt one another."""
-    prompts = {str(i): [1, 2, 3, 4, 5, 1, 2, 3 + i] for i in range(4)}
+def test_answers_come_in_fewer_passes_and_are_learned_once_whatever_was_preempted(num_blocks):
+    """At 14 blocks of 4 the four sequences preempt one another. That answers stay the same is the contract's."""
+    requests, passes = [(0, str(i), prompt_of(i, 8), params(max_tokens=24)) for i in range(4)], []
     drafter = make_suffix()
-    choices = {name: DraftPlan("suffix", 4) for name in prompts}
-    sequences, passes = run_engine([drafter], choices, prompts, num_blocks)
-    for name, prompt in prompts.items():
-        assert sequences[name].output_tokens == greedy_periodic(prompt, 24)
-    _, plain = run_engine([], {}, prompts, num_blocks)
-    assert passes < plain
-    assert sum(s.num_preemptions for s in sequences.values()) > 0 or num_blocks == 128
-    learned = drafter.store.index.tokens().tolist()
-    assert len(learned) == 4 * 25, "every answer once, whatever was preempted"
-    assert drafter.nbytes == drafter.store.nbytes
-    # Warm: the same questions again.
-    again, warm = run_engine([drafter], choices, prompts, num_blocks)
-    assert [again[name].output_tokens for name in prompts] == [sequences[name].output_tokens for name in prompts]
-    assert warm < passes or num_blocks != 128
-
-
-def test_sampled_output_with_a_seed_is_unchanged():
-    prompts = {str(i): [1, 2, 3, 4, 5, 1, 2, 3 + i] for i in range(4)}
-    sampling = {"seed": 5, "temperature": 1.5}
-    plain, _ = run_engine([], {}, prompts, **sampling)
-    drafted, _ = run_engine([make_suffix()], {name: DraftPlan("suffix", 6) for name in prompts}, prompts, **sampling)
-    for name in prompts:
-        assert drafted[name].output_tokens == plain[name].output_tokens
+    for drafters in ([], [drafter], [drafter]):
+        engine = make_engine(drafters, num_blocks=num_blocks)
+        sequences, _ = run(engine, requests)
+        assert sum(one.num_preemptions for one in sequences.values()) > 0 or num_blocks == 128
+        passes.append(engine.stats.num_steps)
+        if drafters and len(passes) == 2:
+            assert len(drafter.store.index.tokens()) == 4 * 25, "every answer once"
+            assert drafter.nbytes == drafter.store.nbytes
+    plain, cold, warm = passes
+    assert cold < plain
+    assert warm < cold or num_blocks != 128
 
 
 # -- costs -------------------------------------------------------------------------------------------------------
