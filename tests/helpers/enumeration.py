@@ -62,6 +62,13 @@ def chains(length):
     return list(range(-1, length - 1))
 
 
+def depths_of(parents):
+    depths = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 def drafts(q, said, parents, ends=()):
     """[(tokens, parents, weight)]: siblings without replacement; a chain stops after a token in `ends`."""
     found = [((), 1.0)]
@@ -129,14 +136,11 @@ class Rows:
         def pad(values, filler):
             return [*values, *[filler] * (self.width - len(values))]
 
-        depth = []
-        for parent in parents:
-            depth.append(1 if parent < 0 else depth[parent] + 1)
         slots = [(*said, *_path(tokens, parents, node)) for node in range(-1, len(tokens))]
         slots += [slots[0]] * (self.width - len(tokens))
         logits = torch.stack([self.setting.target.logits(slot) for slot in slots])
         q = torch.stack([self.setting.drafter.p(slot) for slot in slots])
-        return pad(tokens, 0), pad(parents, -1), pad(depth, 0), logits, q
+        return pad(tokens, 0), pad(parents, -1), pad(depths_of(parents), 0), logits, q
 
     def verify_rows(self, index, coins):
         """Verify the rows `index`, repeated at will, with coins {key: (len(index),)}; 1/2 where none is given."""

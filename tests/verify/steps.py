@@ -11,6 +11,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import Logprobs
 from paceline.sampling_params import SamplingParams
 from paceline.verify import DrawKeys, Nodes, SamplingMode
+from tests.helpers.enumeration import depths_of
 
 ASKED = {
     "greedy": [{"temperature": 0.0}],
@@ -32,13 +33,17 @@ def sequences_of(asked, count):
     return [Sequence(str(at), [1, 2, 3 + at], params, max_len=500) for at, params in enumerate(every)]
 
 
-def draws_of(key, committed, greedy, seeded):
-    """`DrawKeys` of sequences that are greedy, seeded, or draw by coins."""
-    kinds = [
-        SamplingMode.GREEDY if one else SamplingMode.SEEDED if two else SamplingMode.COIN
-        for one, two in zip(greedy, seeded, strict=True)
-    ]
-    return DrawKeys(key=key, committed=committed, kind=torch.tensor(kinds, device=key.device))
+MODES = {"greedy": SamplingMode.GREEDY, "seeded": SamplingMode.SEEDED, "coins": SamplingMode.COIN}
+
+
+def draws_of(key, committed, kinds):
+    """`DrawKeys` of sequences whose kinds are greedy, seeded or coins."""
+    kind = torch.tensor([MODES[each] for each in kinds], device=key.device)
+    return DrawKeys(key=key, committed=committed, kind=kind)
+
+
+def greedy_draws(count):
+    return DrawKeys(key=torch.zeros(count, dtype=torch.int64), committed=torch.zeros(count, dtype=torch.int64))
 
 
 def gumbel_noise(seeds, positions, vocab):
@@ -49,14 +54,12 @@ def gumbel_noise(seeds, positions, vocab):
 
 def tree(tokens, parents, width=None):
     """A Draft of one row."""
-    depth = []
-    for parent in parents:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-    return batch_of([(tokens, parents, depth)], width)
+    return batch_of([(tokens, parents)], width)
 
 
 def batch_of(rows, width=None):
-    width = max([len(tokens) for tokens, _, _ in rows], default=0) if width is None else width
+    """A Draft of rows (tokens, parents)."""
+    width = max([len(tokens) for tokens, _ in rows], default=0) if width is None else width
 
     def pad(values, filler):
         return torch.tensor([[*v, *[filler] * (width - len(v))] for v in values], dtype=torch.int64).view(
@@ -66,7 +69,7 @@ def batch_of(rows, width=None):
     return Draft(
         tokens=pad([r[0] for r in rows], 0),
         parents=pad([r[1] for r in rows], -1),
-        depth=pad([r[2] for r in rows], 0),
+        depth=pad([depths_of(r[1]) for r in rows], 0),
         num_nodes=torch.tensor([len(r[0]) for r in rows]),
     )
 

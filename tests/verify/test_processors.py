@@ -9,7 +9,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.draft import Draft
 from paceline.verify import (
     BadWords,
     Bias,
@@ -23,6 +22,7 @@ from paceline.verify import (
     process,
     processors,
 )
+from tests.verify.steps import flatten, tree
 
 VOCAB, EOS = 7, 0
 
@@ -261,18 +261,10 @@ def test_each_parameter_alone_matches_the_reference(name):
     st.lists(scores, min_size=6, max_size=6),
 )
 def test_a_node_is_processed_as_by_a_loop_of_one_token_calls(asked, drafted, parents, logits):
-    depth = []
-    for parent in parents:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-    draft = Draft(
-        tokens=torch.tensor([drafted]),
-        parents=torch.tensor([parents]),
-        depth=torch.tensor([depth]),
-        num_nodes=torch.tensor([5]),
-    )
+    draft = tree(drafted, parents)
     draft.validate(VOCAB)
     rows = torch.tensor(logits, dtype=torch.float64)
-    nodes = Nodes.of(draft, torch.zeros(6, dtype=torch.int64), torch.arange(-1, 5), max(depth))
+    _, nodes = flatten(draft)
     in_tree = process(rows, controls_of([asked]), nodes)
     for row in range(6):
         said, node = (), row - 1

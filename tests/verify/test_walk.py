@@ -21,31 +21,21 @@ from paceline.native.library import open_library, runnable_variants
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.sample import _pick, _pick_batch, pick_seeded, sample
-from tests.verify.steps import batch_of, draws_of, flatten, gumbel_noise, tree
+from tests.helpers.enumeration import Toy
+from tests.verify.steps import batch_of, draws_of, flatten, greedy_draws, gumbel_noise, tree
 
 VOCAB, EXACT = 3, 1e-12
 
 
-class Toy:
-    """A target whose next-token logits are a fixed random function of everything said so far."""
+def rows_of(toy, committed, nodes):
+    """(R, V) logits of every row, its sequence's committed tokens and its drafted ancestors before it."""
+    contexts = zip(nodes.seq.tolist(), nodes.path.tolist(), strict=True)
+    return torch.stack([toy.logits((*committed[s], *[t for t in path if t >= 0])) for s, path in contexts])
 
-    def __init__(self, seed, vocab=VOCAB):
-        self.seed, self.vocab = seed, vocab
 
-    def logits(self, said):
-        generator = torch.Generator().manual_seed(hash((self.seed, *said)) % 2**31)
-        return torch.randn(self.vocab, generator=generator, dtype=torch.float64) * 1.5
-
-    def p(self, said):
-        return torch.softmax(self.logits(said), -1).tolist()
-
-    def rows(self, committed, nodes):
-        """(R, V) logits of every row, its sequence's committed tokens and its drafted ancestors before it."""
-        said = [
-            (*committed[int(s)], *[t for t in path if t >= 0])
-            for s, path in zip(nodes.seq, nodes.path.tolist(), strict=True)
-        ]
-        return torch.stack([self.logits(s) for s in said])
+def chance(toy, whole, begin=0):
+    """The target's probability of these tokens, from `begin` on."""
+    return math.prod(float(toy.p(whole[:i])[whole[i]]) for i in range(begin, len(whole)))
 
 
 TREES = {
@@ -62,9 +52,9 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
     """Law 1, enumerated: a coin matters only through the token whose stretch of cumulative p it falls in."""
-    toy, draft = Toy(seed=11), tree(*TREES[name])
+    toy, draft = Toy(11, VOCAB), tree(*TREES[name])
     row_of, nodes = flatten(draft)
-    logits = toy.rows([()], nodes)
+    logits = rows_of(toy, [()], nodes)
     rows = logits.shape[0]
     stretches = torch.softmax(logits, -1)
     middles = stretches.cumsum(-1) - stretches / 2
@@ -82,34 +72,27 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
         said = tuple(verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist())
         for rest in itertools.product(range(VOCAB), repeat=3 - len(said)):  # the steps after this one, plainly
             whole = (*said, *rest)
-            joint[whole] += weight * math.prod(toy.p(whole[:i])[whole[i]] for i in range(len(said), 3))
+            joint[whole] += weight * chance(toy, whole, len(said))
     for whole, probability in joint.items():
-        exact = math.prod(toy.p(whole[:i])[whole[i]] for i in range(3))
-        assert abs(probability - exact) < EXACT
+        assert abs(probability - chance(toy, whole)) < EXACT
 
 
 def test_two_steps_through_the_real_coins_give_the_targets_distribution():
     """5,000 requests of three tokens. Chi-square over 27 outcomes; alarms by chance for one choice in three million."""
-    toy, requests = Toy(seed=4), 5_000
-    table = {said: toy.logits(said) for n in range(4) for said in itertools.product(range(VOCAB), repeat=n)}
-    shapes = [tree(*TREES[name]) for name in ("depth two", "chain")]
+    toy, requests = Toy(4, VOCAB), 5_000
     said = [()] * requests
     for step in range(3):
         live = [r for r in range(requests) if len(said[r]) < 3]
-        one = shapes[step % 2]
-        draft = batch_of(
-            [(one.tokens[0].tolist(), one.parents[0].tolist(), one.depth[0].tolist())] * len(live), one.width
-        )
+        draft = batch_of([TREES[("depth two", "chain")[step % 2]]] * len(live))
         row_of, nodes = flatten(draft)
-        contexts = zip(nodes.seq.tolist(), nodes.path.tolist(), strict=True)
-        logits = torch.stack([table[(*said[live[s]], *[t for t in path if t >= 0])[:3]] for s, path in contexts])
+        logits = rows_of(toy, [said[r] for r in live], nodes)
         draws = DrawKeys.by_coins(torch.tensor(live), torch.tensor([len(said[r]) for r in live]))
         verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=2)
         for row, r in enumerate(live):
             said[r] = (*said[r], *verdict.tokens[row, : int(verdict.num_accepted[row]) + 1].tolist())
     statistic = 0.0
     for whole in itertools.product(range(VOCAB), repeat=3):
-        expected = requests * math.prod(toy.p(whole[:i])[whole[i]] for i in range(3))
+        expected = requests * chance(toy, whole)
         statistic += (sum(s[:3] == whole for s in said) - expected) ** 2 / expected
     assert statistic < 79.0  # chi-square with 26 degrees of freedom exceeds this with probability 3e-7
 
@@ -117,11 +100,7 @@ def test_two_steps_through_the_real_coins_give_the_targets_distribution():
 def random_draft(data, vocab, width):
     nodes = data.draw(st.integers(0, width))
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(nodes)]
-    tokens = data.draw(st.lists(st.integers(0, vocab - 1), min_size=nodes, max_size=nodes))
-    depth = []
-    for parent in parents:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-    return tokens, parents, depth
+    return data.draw(st.lists(st.integers(0, vocab - 1), min_size=nodes, max_size=nodes)), parents
 
 
 def naive_walk(tokens, parents, said):
@@ -150,17 +129,14 @@ def by_argmax(walk_on_host):
 
 
 def the_long_way(draft, logits, row_of, max_depth, samplers, committed):
-    zeros = torch.zeros(draft.batch, dtype=torch.int64)
-    draws = DrawKeys(key=zeros, committed=zeros)
-    return verify(
-        draft, logits, torch.tensor(row_of), flatten(draft)[1], SamplingMetadata(), draws, max_depth=max_depth
-    )
+    given = torch.tensor(row_of), flatten(draft)[1], SamplingMetadata(), greedy_draws(draft.batch)
+    return verify(draft, logits, *given, max_depth=max_depth)
 
 
 def check_against_a_loop(walks, rows, drawn, draft, row_of):
     verdict = walks(draft, drawn, row_of, 7)
     assert verdict.tokens.shape == verdict.kinds.shape == (len(rows), 8)
-    for b, (tokens, parents, _) in enumerate(rows):
+    for b, (tokens, parents) in enumerate(rows):
         expected, path, kind = naive_walk(tokens, parents, drawn[row_of[b].clamp_min(0)].tolist())
         n = len(path)
         assert int(verdict.num_accepted[b]) == n
@@ -188,10 +164,7 @@ def check_random_trees(walks):
         rows = []
         for _ in range(2):
             parents = [noise.randint(-1, node - 1) for node in range(noise.randint(0, 7))]
-            depth = []
-            for parent in parents:
-                depth.append(1 if parent < 0 else depth[parent] + 1)
-            rows.append(([noise.randint(0, 1) for _ in parents], parents, depth))
+            rows.append(([noise.randint(0, 1) for _ in parents], parents))
         draft = batch_of(rows, width=7)
         row_of, nodes = flatten(draft)
         drawn = torch.tensor([noise.randint(0, 1) for _ in range(nodes.seq.shape[0])])
@@ -243,10 +216,7 @@ def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfilter
         rows = []
         for _ in temperatures:
             parents = [noise.randint(-1, node - 1) for node in range(7)]
-            depth = []
-            for parent in parents:
-                depth.append(1 if parent < 0 else depth[parent] + 1)
-            rows.append(([noise.randrange(5) for _ in parents], parents, depth))
+            rows.append(([noise.randrange(5) for _ in parents], parents))
         draft = batch_of(rows, width=7)
         row_of, nodes = flatten(draft)
         logits = torch.randn(len(nodes.seq), vocab, generator=generator)
@@ -254,7 +224,8 @@ def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfilter
         for trial in range(40):
             key, committed = torch.arange(4) + 10 * trial, torch.arange(4) * 7 + trial
             seeded = [trial % 2 == index % 2 for index in range(4)]
-            draws = draws_of(key, committed, [t == 0 for t in temperatures], seeded)
+            kinds = ["greedy" if t == 0 else KINDS[2 - own] for t, own in zip(temperatures, seeded, strict=True)]
+            draws = draws_of(key, committed, kinds)
             metadata = SamplingMetadata(
                 temperature=torch.tensor(temperatures), fallback=torch.zeros(4, dtype=torch.int64), **filters
             )
@@ -368,17 +339,8 @@ def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
 
 def test_plain_decoding_is_the_empty_draft(path):
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
-    draws = DrawKeys(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
-    verdict = verify(
-        Draft.empty(2),
-        logits,
-        torch.tensor([[0], [1]]),
-        Nodes.roots(2),
-        SamplingMetadata(),
-        draws,
-        max_depth=0,
-        num_logprobs=1,
-    )
+    given = Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), SamplingMetadata(), greedy_draws(2)
+    verdict = verify(*given, max_depth=0, num_logprobs=1)
     assert verdict.tokens.tolist() == [[1], [0]]
     assert verdict.kinds.tolist() == [[TokenKind.BONUS], [TokenKind.BONUS]]
     assert verdict.num_accepted.tolist() == [0, 0]
@@ -388,11 +350,11 @@ def test_plain_decoding_is_the_empty_draft(path):
 
 
 def test_logprobs_belong_to_the_rows_the_tokens_were_drawn_at():
-    toy, draft = Toy(seed=2), tree([0, 1, 2, 0, 1], [-1, -1, -1, 0, 0])
+    toy, draft = Toy(2, VOCAB), tree([0, 1, 2, 0, 1], [-1, -1, -1, 0, 0])
     row_of, nodes = flatten(draft)
-    logits = toy.rows([()], nodes)
-    draws = DrawKeys(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
-    verdict = verify(draft, logits, row_of, nodes, SamplingMetadata(), draws, max_depth=2, num_logprobs=2)
+    logits = rows_of(toy, [()], nodes)
+    given = draft, logits, row_of, nodes, SamplingMetadata(), greedy_draws(1)
+    verdict = verify(*given, max_depth=2, num_logprobs=2)
     said = verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist()
     assert len(said) > 1
     for i, token in enumerate(said):
@@ -403,45 +365,42 @@ KINDS = ("greedy", "seeded", "coins")
 
 
 def generate(toy, kinds, drafts, length, seed=5):
-    """Run rows of mixed kinds to `length` tokens; drafts(said) -> (tokens, parents, depth) for one row."""
+    """Run rows of mixed kinds to `length` tokens; drafts(said) -> (tokens, parents) for one row."""
     said = [(1,)] * len(kinds)
     while any(len(s) <= length for s in said):
         draft = batch_of([drafts(s) for s in said])
         row_of, nodes = flatten(draft)
-        draws = draws_of(
-            key=torch.arange(len(kinds)) + seed,
-            committed=torch.tensor([len(s) for s in said]),
-            greedy=[kind == "greedy" for kind in kinds],
-            seeded=[kind == "seeded" for kind in kinds],
-        )
+        draws = draws_of(torch.arange(len(kinds)) + seed, torch.tensor([len(s) for s in said]), kinds)
         temperature = torch.tensor([0.0 if kind == "greedy" else 0.8 for kind in kinds])
         metadata = SamplingMetadata(temperature=temperature, top_p=torch.full((len(kinds),), 0.95))
-        verdict = verify(draft, toy.rows(said, nodes), row_of, nodes, metadata, draws, max_depth=max(draft.width, 1))
+        verdict = verify(
+            draft, rows_of(toy, said, nodes), row_of, nodes, metadata, draws, max_depth=max(draft.width, 1)
+        )
         for row, n in enumerate(verdict.num_accepted.tolist()):
             said[row] += tuple(verdict.tokens[row, : n + 1].tolist())
     return [s[1 : length + 1] for s in said]
 
 
 def nothing(said):
-    return [], [], []
+    return [], []
 
 
 def top_two_tree(toy):
     def drafts(said):
         first = toy.logits(said).topk(2).indices.tolist()
         below = [toy.logits((*said, token)).topk(2).indices.tolist() for token in first]
-        return [*first, *below[0], *below[1]], [-1, -1, 0, 0, 1, 1], [1, 1, 2, 2, 2, 2]
+        return [*first, *below[0], *below[1]], [-1, -1, 0, 0, 1, 1]
 
     return drafts
 
 
 def hashed_chain(said):
     length = hash(said) % 5
-    return [hash((said, i)) % 6 for i in range(length)], list(range(-1, length - 1)), list(range(1, length + 1))
+    return [hash((said, i)) % 6 for i in range(length)], list(range(-1, length - 1))
 
 
 def test_a_seeded_or_greedy_request_commits_the_same_under_any_draft_and_in_any_batch():
-    toy, length = Toy(seed=8, vocab=6), 40
+    toy, length = Toy(8, 6), 40
     mixed = ["seeded", "greedy", "coins", "seeded", "greedy", "seeded"]
     plainly = generate(toy, mixed, nothing, length)
     for drafts in (top_two_tree(toy), hashed_chain):
@@ -455,16 +414,17 @@ def test_a_seeded_or_greedy_request_commits_the_same_under_any_draft_and_in_any_
 
 
 def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
-    toy = Toy(seed=1, vocab=5)
+    toy = Toy(1, 5)
     chain, said = [], ()
     for _ in range(4):
         chain.append(int(toy.logits(said).argmax()))
         said = (*said, chain[-1])
-    draws = DrawKeys(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
     for tokens, accepted in ((chain, 4), ([(t + 1) % 5 for t in chain], 0)):
         draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]))
         row_of, nodes = flatten(draft)
-        verdict = verify(draft, toy.rows([()], nodes), row_of, nodes, SamplingMetadata(), draws, max_depth=4)
+        verdict = verify(
+            draft, rows_of(toy, [()], nodes), row_of, nodes, SamplingMetadata(), greedy_draws(1), max_depth=4
+        )
         assert verdict.num_accepted.tolist() == [accepted]
         assert verdict.tokens[0, : min(accepted + 1, 4)].tolist() == chain[: accepted + 1]
 
@@ -517,14 +477,8 @@ def test_a_row_is_drawn_the_same_in_any_batch():
     kinds = [KINDS[row % 3] for row in range(33)]
 
     def drawn(first, last):
-        size = last - first
-        of = kinds[first:last]
-        draws = draws_of(
-            key=key[first:last],
-            committed=committed[first:last],
-            greedy=[kind == "greedy" for kind in of],
-            seeded=[kind == "seeded" for kind in of],
-        )
+        size, of = last - first, kinds[first:last]
+        draws = draws_of(key[first:last], committed[first:last], of)
         metadata = SamplingMetadata(temperature=torch.tensor([0.0 if kind == "greedy" else 1.0 for kind in of]))
         nodes = Nodes.roots(size)
         return draw(process(logits[first:last], metadata, nodes), draws, nodes).tolist()
@@ -532,27 +486,3 @@ def test_a_row_is_drawn_the_same_in_any_batch():
     alone = [drawn(row, row + 1)[0] for row in range(33)]
     for size in range(1, 34):
         assert drawn(0, size) == alone[:size]
-
-
-@pytest.mark.cuda
-def test_a_cuda_device_draws_the_same_tokens():
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(24, 5000, generator=generator) * 3
-    key, committed = torch.arange(24) * 77, torch.arange(24)
-    temperature, top_p = torch.full((24,), 0.8), torch.full((24,), 0.9, dtype=torch.float64)
-
-    def drawn(device):
-        draws = draws_of(
-            key=key.to(device),
-            committed=committed.to(device),
-            greedy=[row % 3 == 0 for row in range(24)],
-            seeded=[row % 3 == 1 for row in range(24)],
-        )
-        metadata = SamplingMetadata(temperature=temperature.to(device), top_p=top_p.to(device))
-        nodes = Nodes.roots(24, device)
-        return draw(process(logits.to(device), metadata, nodes), draws, nodes).tolist()
-
-    assert drawn("cuda") == drawn("cpu")
-
-
-# --- the contracts of draft.py ---

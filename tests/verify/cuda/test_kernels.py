@@ -12,7 +12,7 @@ import torch
 
 from paceline.core import rng
 from paceline.core.draft import Proposal
-from paceline.core.rng import Lane
+from paceline.core.rng import Lane, coin
 from paceline.core.verdict import TokenKind
 from paceline.platform.staging import Staging
 from paceline.verify import (
@@ -30,7 +30,7 @@ from paceline.verify.cuda.graphs import GraphCache
 from paceline.verify.dispatch import moved
 from tests.helpers.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.device import interpreted
-from tests.verify.steps import draws_of, gumbel_noise
+from tests.verify.steps import draws_of, greedy_draws, gumbel_noise
 from tests.verify.test_block import SHAPES, sampled_batch
 from tests.verify.test_processors import Asked, controls_of
 
@@ -112,6 +112,7 @@ def mixed_batch(size, vocab, *, seed=0, dtype=torch.float64):
         temperature=torch.tensor([0.0 if kind == "greedy" else (0.9, 1.0, 1.7)[b % 3] for b, kind in enumerate(kinds)]),
         top_p=torch.tensor([(1.0, 0.9, 0.6, 0.3)[b % 4] for b in range(size)], dtype=torch.float64),
         min_p=torch.tensor([(0.0, 0.02)[b % 2] for b in range(size)]),
+        top_k=torch.tensor([(0, 0, 4)[b % 3] for b in range(size)]),
     )
     draft, logits, row_of, nodes, _, draws = sampled_batch(
         size,
@@ -121,13 +122,7 @@ def mixed_batch(size, vocab, *, seed=0, dtype=torch.float64):
         dtype=dtype,
         drafted=lambda b, slot: b % 7 != 3 and (b % 11 != 5 or not slot),
     )
-    draws = draws_of(
-        key=draws.key,
-        committed=draws.committed,
-        greedy=[kind == "greedy" for kind in kinds],
-        seeded=[kind == "seeded" for kind in kinds],
-    )
-    return draft, logits, row_of, nodes, metadata, draws
+    return draft, logits, row_of, nodes, metadata, draws_of(draws.key, draws.committed, kinds)
 
 
 def test_rows_of_all_kinds_are_judged_as_on_the_host(kernels_alone):
@@ -226,8 +221,7 @@ def test_a_row_is_the_same_bits_in_any_batch(kernels, small_splits):
 def test_the_first_of_equal_logits_wins_across_splits(kernels, small_splits, a_row_a_program):
     logits = torch.zeros(2, 50)
     logits[0, [33, 40]] = 1.0
-    draws = DrawKeys(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
-    assert draw(logits, draws, Nodes.roots(2)).tolist() == [33, 0]
+    assert draw(logits, greedy_draws(2), Nodes.roots(2)).tolist() == [33, 0]
 
 
 def test_coins_at_the_very_ends_pick_tokens_of_positive_probability(kernels, small_splits, a_row_a_program):
@@ -288,23 +282,25 @@ def test_noise_is_the_hosts_to_the_last_bits(kernels_alone):
 # --- what must not happen ---
 
 
-def test_a_draft_from_the_target_itself_is_accepted_whole(kernels):
-    """τ = k + 1 exactly, whatever the coins: q made by the same kernels is the same bits."""
-    highest = 1 - 2.0**-53
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draft_from_the_target_itself_is_accepted_whole_with_a_bonus(path, dtype, length):
+    """τ = k + 1 exactly, whatever the coins: q made by the same code is the same bits."""
 
     def hostile(lane, key, committed, node):
-        return torch.full(key.shape, highest, dtype=torch.float64, device=key.device)
+        return torch.full(key.shape, 1 - 2.0**-53, dtype=torch.float64, device=key.device)
 
-    for dtype in (torch.float32, torch.float64):
-        draft, logits, row_of, nodes, metadata, draws = sampled_batch(50, [chains(4)] * 50, spread=0.0, dtype=dtype)
+    for source in (coin, hostile):
+        shapes = [chains(length)] * 50
+        draft, logits, row_of, nodes, metadata, draws = sampled_batch(50, shapes, spread=0.0, dtype=dtype)
         assert torch.equal(row_of, draft.q.row_of.where(draft.q.row_of >= 0, row_of))
         tempered = replace(metadata, temperature=torch.full((50,), 0.7))
         _, q = propose(logits, tempered, draws, nodes)
         for asked, probs in ((metadata, probabilities(logits)), (tempered, q)):
             draft = replace(draft, q=Proposal(probs=probs, row_of=draft.q.row_of))
-            verdict = verify(draft, logits, row_of, nodes, asked, draws, max_depth=4, source=hostile)
-            assert (verdict.num_accepted == 4).all()
-            assert (verdict.kinds[:, 4] == TokenKind.BONUS).all()
+            verdict = verify(draft, logits, row_of, nodes, asked, draws, max_depth=4, source=source)
+            assert (verdict.num_accepted == length).all()
+            assert (verdict.kinds[:, length] == TokenKind.BONUS).all()
 
 
 def test_the_models_logits_are_never_written_into(kernels):
