@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import textwrap
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from paceline import LLM, AsyncLLM, PacelineError, SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.speculative_config import read
 from paceline.errors import BrokenModel, InvalidPrompt, short_repr
-from paceline.text.chat_template import ChatTemplate
 from tests.helpers.errors import refused
 from tests.helpers.tiny import save_tiny
 
@@ -327,35 +325,6 @@ def test_a_call_refuses_other_arguments_by_name(arguments, field: str, llm: LLM)
         llm.generate(IDS, **arguments)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"best_of": 3},
-        {"logits_processors": [print]},
-        {"use_beam_search": True},
-        {"max_new_tokens": 5},
-        {"guided_decoding": {"regex": "a"}},
-        {"temprature": 1},
-        {"temperature": HUGE},
-        {"temperature": Fraction(10**400, 3)},
-        {"temperature": np.array(0.5)},
-        {"stop_token_ids": np.array(5)},
-        {"stop": {"a": 1}},
-        {"bad_words": b"w5"},
-        {"bad_words": ["a\ud800"]},
-        {"stop": "\udcff"},
-        {"allowed_token_ids": []},
-        {"allowed_token_ids": [1.5]},
-        {"ignore_eos": "false"},
-    ],
-    ids=name_of,
-)
-def test_sampling_parameters_are_refused_by_name(values) -> None:
-    (field,) = values
-    with refused(field):
-        SamplingParams(**values)
-
-
 def test_sampling_parameters_that_ask_for_what_is_so_are_taken() -> None:
     plain = SamplingParams(stop_token_ids=[np.array(5), np.int64(6)])
     assert plain.stop_token_ids == (5, 6)
@@ -483,24 +452,6 @@ def test_a_role_that_the_template_names_is_known(llm: LLM) -> None:
     assert llm.chat([{"role": "robot", "content": "x"}], SHORT, chat_template=template)[0].prompt == "w7"
 
 
-LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
-CALLS = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
-ENDLESS = {
-    "loops": LOOPS,
-    "calls": CALLS,
-    "a macro without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "a power": "{{ 10 ** 10 ** 10 }}",
-    "a product": "{{ 'a' * 10 ** 12 }}",
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_that_never_ends_is_stopped(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.text.chat_template.MAX_TURNS", 20_000)
-    with pytest.raises(PacelineError):
-        ChatTemplate(ENDLESS[name]).render(HELLO)
-
-
 # -- log-probabilities and allowed tokens, on the real model
 
 
@@ -551,13 +502,6 @@ def test_only_allowed_tokens_are_written_and_drafts_change_nothing(smollm2) -> N
 
 def exported():
     return [getattr(paceline, name) for name in paceline.__all__ if name != "__version__"]
-
-
-def test_dir_shows_what_is_exported() -> None:
-    assert dir(paceline) == sorted(paceline.__all__)
-    assert "StreamChunk" in dir(paceline)
-    with pytest.raises(AttributeError):
-        _ = paceline.import_something
 
 
 def test_everything_exported_has_a_docstring() -> None:

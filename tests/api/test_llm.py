@@ -136,15 +136,6 @@ def test_text_is_decoded_when_it_is_read_and_travels_with_its_answer(smollm2, mo
     assert len(decoders) == 4, "a stop string is the engine's to find"
 
 
-def test_closing_a_stream_cancels_the_request(smollm2):
-    stream = smollm2.stream(QUESTION, greedy(max_tokens=500))
-    next(stream)
-    assert smollm2.engine.has_work
-    stream.close()
-    assert not smollm2.engine.has_work
-    assert smollm2.engine.blocks.num_free == smollm2.engine.blocks.num_blocks
-
-
 def test_streams_open_at_once_each_get_all_that_is_theirs(smollm2):
     questions = ["Name a colour.", "Count to five.", "Say hello to Ada."]
     conversations = [[{"role": "user", "content": question}] for question in questions]
@@ -165,13 +156,6 @@ def test_of_several_answers_only_the_last_chunk_carries_the_whole(smollm2):
     chunks = list(smollm2.stream(QUESTION, SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=5)))
     assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert sorted(chunk.index for chunk in chunks if chunk.finish_reason) == [0, 1]
-
-
-def test_an_unread_stream_is_cancelled_when_it_is_dropped(smollm2):
-    stream = smollm2.stream(QUESTION, greedy(max_tokens=500))
-    assert smollm2.engine.has_work
-    del stream
-    assert not smollm2.call(lambda engine: engine.has_work)
 
 
 def test_a_request_chooses_its_own_speculation(smollm2):
@@ -244,22 +228,14 @@ def test_a_conversation_reuses_its_beginning(smollm2):
     assert second.num_cached_tokens >= len(first.prompt_token_ids) // 16 * 16
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]]])
-def test_empty_prompts_are_refused(smollm2, prompt):
-    if prompt == []:
-        assert smollm2.generate(prompt) == []
-        return
-    with pytest.raises(InvalidPrompt):
-        smollm2.generate(prompt)
-
-
 def test_what_cannot_be_done_is_refused_by_name(smollm2, smollm2_path):
+    assert smollm2.generate([]) == []
     with pytest.raises(InvalidPrompt):
         smollm2.chat([])
     with pytest.raises(InvalidPrompt):
         smollm2.stream([{"role": "user", "content": ""}])
     with pytest.raises(InvalidPrompt):
-        smollm2.generate("word " * 9000)
+        smollm2.generate(["fine", "word " * 9000])
     with refused("sampling_params"):
         smollm2.generate(["a", "b"], [greedy()])
     with refused("logit_bias"):
@@ -270,11 +246,5 @@ def test_what_cannot_be_done_is_refused_by_name(smollm2, smollm2_path):
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError):
             LLM(str(smollm2_path), device="cuda")
-    assert not smollm2.engine.has_work
-
-
-def test_an_error_in_one_request_of_many_leaves_nothing_running(smollm2):
-    with pytest.raises(InvalidPrompt):
-        smollm2.generate(["fine", "word " * 9000], greedy())
     assert not smollm2.engine.has_work
     assert smollm2.engine.blocks.num_free == smollm2.engine.blocks.num_blocks

@@ -1,6 +1,7 @@
 """Every field is honoured or refused by name."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from paceline.sampling_params import MAX_LOGPROBS, SamplingParams
 from tests.helpers.errors import refused
 
+HUGE = 10**5000  # more digits than Python prints
 REFUSED = {
     "n": (0, True, 1.5),
-    "temperature": (-0.1, math.nan, math.inf, "hot", True),
+    "temperature": (-0.1, math.nan, math.inf, "hot", True, HUGE, Fraction(10**400, 3), np.array(0.5)),
     "top_k": (-2, 1.0),
     "top_p": (0, 1.5, math.nan),
     "min_p": (-0.01, 1.01),
@@ -18,17 +20,24 @@ REFUSED = {
     "presence_penalty": (2.1,),
     "frequency_penalty": (-2.1, None),
     "logit_bias": ({1: 101}, {1: math.inf}, {-1: 1.0}, {"1": 1.0}, [1, 2]),
-    "bad_words": ([""], "word", [1]),
+    "bad_words": ([""], "word", [1], b"w5", ["a\ud800"]),
+    "allowed_token_ids": ([], [1.5]),
     "min_tokens": (-1,),
     "max_tokens": (0, 2.0),
-    "stop": ("", ["a", ""], 3),
-    "stop_token_ids": ([-1], 5, [True]),
-    "ignore_eos": (1,),
+    "stop": ("", ["a", ""], 3, {"a": 1}, "\udcff"),
+    "stop_token_ids": ([-1], 5, [True], np.array(5)),
+    "ignore_eos": (1, "false"),
     "seed": (-1, 2**63),
     "logprobs": (-1, MAX_LOGPROBS + 1),
     "include_stop_str_in_output": ("yes",),
     "skip_special_tokens": (None,),
     "speculation": (3, {"speed": 9}, {"method": "ngram", "k": 0}),
+    "best_of": (3,),
+    "logits_processors": ([print],),
+    "use_beam_search": (True,),
+    "max_new_tokens": (5,),
+    "guided_decoding": ({"regex": "a"},),
+    "temprature": (1,),
 }
 
 

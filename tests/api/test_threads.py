@@ -121,23 +121,31 @@ def pace(llm: LLM, seconds: float) -> None:
 
 
 @contextmanager
-def failing_pass(llm: LLM, problem: Exception, *, after: int = 0):
-    """One pass of the target raises, after so many that do not. Enter it before the requests are sent: the engine
-    waits for no other thread, so it may have answered them before a fault is planted."""
+def passes(llm: LLM, replaced):
+    """`replaced(forward)` takes the place of the target's pass. Enter it before requests are sent: the engine waits for
+    no other thread, so it may have answered them before a fault is planted."""
     model = llm.engine.model
-    forward, passes = model.forward, itertools.count()
-
-    def broken(*args, **kwargs):
-        if next(passes) < after:
-            return forward(*args, **kwargs)
-        model.forward = forward
-        raise problem
-
-    llm.call(lambda engine: setattr(model, "forward", broken))
+    forward = model.forward
+    llm.call(lambda engine: setattr(model, "forward", replaced(forward)))
     try:
         yield
     finally:
         llm.call(lambda engine: setattr(model, "forward", forward))
+
+
+def failing_pass(llm: LLM, problem: Exception, *, after: int = 0):
+    """One pass of the target raises, after so many that do not."""
+    number = itertools.count()
+
+    def breaking(forward):
+        def broken(*args, **kwargs):
+            if next(number) == after:
+                raise problem
+            return forward(*args, **kwargs)
+
+        return broken
+
+    return passes(llm, breaking)
 
 
 # -- answers
@@ -332,23 +340,19 @@ def test_of_many_callers_only_those_in_the_pass_fail(folder: Path, alone) -> Non
         assert is_idle(llm)
 
 
-@contextmanager
 def logits_that_are_no_numbers(llm: LLM, row: int, least: int):
     """In one row of each pass with at least so many rows of logits."""
-    model = llm.engine.model
-    forward = model.forward
 
-    def broken(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        if len(output.logits) >= least:
-            output.logits[row] = math.nan
-        return output
+    def spoiling(forward):
+        def broken(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            if len(output.logits) >= least:
+                output.logits[row] = math.nan
+            return output
 
-    llm.call(lambda engine: setattr(model, "forward", broken))
-    try:
-        yield
-    finally:
-        llm.call(lambda engine: setattr(model, "forward", forward))
+        return broken
+
+    return passes(llm, spoiling)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -525,7 +529,6 @@ os.waitpid(child, 0)
 def test_a_process_ends_with_requests_open(folder: Path) -> None:
     program = f"""
 from paceline import LLM, SamplingParams
-from tests.helpers.errors import refused
 llm = LLM({str(folder)!r}, device="cpu", threads=1)
 stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
 next(stream)

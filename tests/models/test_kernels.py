@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.torch import TorchKernels
-from paceline.models.kernels import Layer, LayerByLayer, RopeArgs, StackParams, kernels_for
+from paceline.models.kernels import Kernels, Layer, LayerByLayer, RopeArgs, StackParams, kernels_for
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.native import library as native_library
@@ -178,14 +178,18 @@ def test_a_neighbour_that_overflows_stays_alone(native: NativeKernels) -> None:
 # ---- elementwise -----------------------------------------------------------------------------------------------------
 
 
+def check_norms(kernels: Kernels, hidden: int) -> None:
+    x, residual, weight = torch.randn(6, hidden), torch.randn(6, hidden), torch.rand(hidden)
+    assert_close(kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x.double(), weight.double(), 1e-5), 1e-6)
+    total = residual.clone()
+    normed = kernels.add_rms_norm(x, total, weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5))
+
+
 @pytest.mark.parametrize("hidden", [1, 7, 64, 576, 1001])
 def test_rms_norm_matches_the_reference(native: NativeKernels, hidden: int) -> None:
-    x, residual, weight = torch.randn(6, hidden), torch.randn(6, hidden), torch.rand(hidden)
-    assert_close(native.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x.double(), weight.double(), 1e-5), 1e-6)
-    total = residual.clone()
-    normed = native.add_rms_norm(x, total, weight, 1e-5)
-    assert torch.equal(total, residual + x)
-    assert torch.equal(normed, native.rms_norm(total, weight, 1e-5))
+    check_norms(native, hidden)
 
 
 def test_silu_mul_matches_the_reference_over_the_whole_range(native: NativeKernels) -> None:
@@ -223,9 +227,7 @@ def rotary_tables(dim: int, length: int = 64) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 8), (9, 3, 64), (2, 2, 40)])
-def test_rope_and_store_matches_the_reference(native, q_heads, kv_heads, dim, normed) -> None:
+def check_rope_and_store(kernels: Kernels, q_heads: int, kv_heads: int, dim: int, normed: bool) -> None:
     state = scene([40, 20], kv_heads, dim)
     plan = replace(state.plan([(0, 3), (1, 19), (0, 39), (0, 7)]), slots=ints([5, -1, 0, 33]))
     qkv = torch.randn(4, (q_heads + 2 * kv_heads) * dim)
@@ -236,7 +238,7 @@ def test_rope_and_store_matches_the_reference(native, q_heads, kv_heads, dim, no
     expected = REFERENCE.rope_and_store(qkv.double(), plan, wide_rope(rope), expected_cache)
     untouched = [slot for slot in range(len(state.cache.k)) if slot not in (5, 0, 33)]
     before = state.cache.k[untouched].clone(), state.cache.v[untouched].clone()
-    q = native.rope_and_store(qkv.clone(), plan, rope, state.cache)
+    q = kernels.rope_and_store(qkv.clone(), plan, rope, state.cache)
     assert q.shape == (4, q_heads, dim)
     assert_close(q, expected, 1e-6)
     assert_close(state.cache.k[[5, 0, 33]], expected_cache.k[[5, 0, 33]], 1e-6)
@@ -246,6 +248,12 @@ def test_rope_and_store_matches_the_reference(native, q_heads, kv_heads, dim, no
     ):
         torch.testing.assert_close(new[untouched], old, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(reference[untouched].float(), old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 8), (9, 3, 64), (2, 2, 40)])
+def test_rope_and_store_matches_the_reference(native, q_heads, kv_heads, dim, normed) -> None:
+    check_rope_and_store(native, q_heads, kv_heads, dim, normed)
 
 
 def test_a_row_of_rope_has_the_same_bits_among_any_rows(native: NativeKernels, threads: Callable[[int], None]) -> None:
@@ -455,16 +463,20 @@ def test_a_block_that_sees_itself_matches_dense_attention(native, window, by_slo
     assert_close(*block_and_dense(native.attention, window, by_slot))
 
 
-def test_a_row_of_a_block_has_the_same_bits_alone_and_read_by_slot(native: NativeKernels) -> None:
+def check_rows_of_blocks(kernels: Kernels, rows: Sequence[int]) -> None:
+    """A row of a block has the same bits alone and read by slot."""
     state, q = scene([37, 300], 2, 16), torch.randn(len(BLOCK_ROWS), 4, 16)
     plan = state.block(BLOCK_ROWS, BLOCK_ENDS)
-    together = native.attention(q, plan, state.cache, 0.2, None)
-    assert torch.equal(
-        native.attention(q, state.block(BLOCK_ROWS, BLOCK_ENDS, by_slot=8), state.cache, 0.2, None), together
-    )
-    for row in (3, 12):
-        alone = native.attention(q[row : row + 1], rows_of(plan, [row]), state.cache, 0.2, None)
+    together = kernels.attention(q, plan, state.cache, 0.2, None)
+    by_slot = state.block(BLOCK_ROWS, BLOCK_ENDS, by_slot=8)
+    assert torch.equal(kernels.attention(q, by_slot, state.cache, 0.2, None), together)
+    for row in rows:
+        alone = kernels.attention(q[row : row + 1], rows_of(plan, [row]), state.cache, 0.2, None)
         assert torch.equal(alone[0], together[row])
+
+
+def test_a_row_of_a_block_has_the_same_bits_alone_and_read_by_slot(native: NativeKernels) -> None:
+    check_rows_of_blocks(native, (3, 12))
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------

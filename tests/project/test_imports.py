@@ -175,7 +175,7 @@ def test_what_the_command_line_starts_with_does_not_import_torch() -> None:
 def test_the_public_names_are_all_there() -> None:
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
-        assert name in dir(paceline)
+    assert dir(paceline) == sorted(paceline.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = paceline.Nonsense
 

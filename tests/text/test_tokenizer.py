@@ -184,7 +184,9 @@ ENDLESS = {
     "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "a loop in a macro": "{% macro m() %}{% for a in range(99999) %}{% endfor %}{% endmacro %}"
     "{% for b in range(99999) %}{{ m() }}{% endfor %}",
+    "calls that double": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "a power": "{{ 9 ** 9 ** 9 ** 9 }}",
+    "a product": "{{ 'a' * 10 ** 12 }}",
 }
 
 

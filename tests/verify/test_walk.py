@@ -224,7 +224,8 @@ def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfilter
         for trial in range(40):
             key, committed = torch.arange(4) + 10 * trial, torch.arange(4) * 7 + trial
             seeded = [trial % 2 == index % 2 for index in range(4)]
-            kinds = ["greedy" if t == 0 else KINDS[2 - own] for t, own in zip(temperatures, seeded, strict=True)]
+            others = ["seeded" if own else "coins" for own in seeded]
+            kinds = ["greedy" if t == 0 else other for t, other in zip(temperatures, others, strict=True)]
             draws = draws_of(key, committed, kinds)
             metadata = SamplingMetadata(
                 temperature=torch.tensor(temperatures), fallback=torch.zeros(4, dtype=torch.int64), **filters

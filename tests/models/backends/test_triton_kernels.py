@@ -47,17 +47,16 @@ from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes
 from tests.helpers.random_llama import llama, random_weights
 from tests.models.test_kernels import (
-    BLOCK_ENDS,
-    BLOCK_ROWS,
     REFERENCE,
     block_and_dense,
+    check_norms,
+    check_rope_and_store,
+    check_rows_of_blocks,
     ints,
     reference_attention,
     rotary_tables,
     rows_of,
     scene,
-    wide,
-    wide_rope,
 )
 
 pytestmark = [
@@ -100,18 +99,27 @@ def test_the_gated_product_is_silu_of_the_gate_times_up(kernels: TritonKernels, 
     assert_close(got, REFERENCE.silu_mul(x.double() @ weight.double().T + bias.double()))
 
 
-@pytest.mark.parametrize("kind", ["gated", "rotary"])
-def test_a_deep_and_narrow_weight_is_gated_and_rotated_as_any_other(kernels, monkeypatch, kind: str) -> None:
-    rows, q_heads, kv_heads, dim = 5, 3, 1, 32
+def product_of(kernels: TritonKernels, kind: str, rows: int, k: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """A product plain, gated, or of q, k and v rotated and stored: (result, K, V) for options of `linear`."""
+    q_heads, kv_heads, dim = 3, 1, 32
     width = (q_heads + 2 * kv_heads) * dim
-    weight, x = kernels.pack(torch.randn(width, 256) / 16, torch.randn(width)), torch.randn(rows, 256)
+    weight, x = kernels.pack(torch.randn(width, k) / 8, torch.randn(width)), torch.randn(rows, k)
     (cos, sin), at = rotary_tables(dim, rows), ints(list(range(rows)))
-    results = []
-    for segments in (1, 2):
-        monkeypatch.setattr(linear_module, "segments_of", lambda n, k, segments=segments: segments)
+
+    def product(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
         cache = LayerCache(*torch.zeros(2, rows, kv_heads, dim))
         rotary = Rotary(at, at, cos, sin, cache.k, cache.v) if kind == "rotary" else None
-        results.append((linear(x, weight, gated=kind == "gated", rotary=rotary), cache.k, cache.v))
+        return linear(x, weight, gated=kind == "gated", rotary=rotary, **options), cache.k, cache.v
+
+    return product
+
+
+@pytest.mark.parametrize("kind", ["gated", "rotary"])
+def test_a_deep_and_narrow_weight_is_gated_and_rotated_as_any_other(kernels, monkeypatch, kind: str) -> None:
+    product, results = product_of(kernels, kind, 5, 256), []
+    for segments in (1, 2):
+        monkeypatch.setattr(linear_module, "segments_of", lambda n, k, segments=segments: segments)
+        results.append(product())
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
@@ -164,32 +172,15 @@ def test_the_product_of_q_k_and_v_rotates_and_stores_as_the_kernels_apart_do(ker
 @pytest.mark.parametrize("kind", ["plain", "gated", "rotary"])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_tiles_through_the_copy_engine_give_the_same_bits(kernels: TritonKernels, kind: str, swapped: bool) -> None:
-    rows, q_heads, kv_heads, dim = 70, 3, 1, 32
-    width = (q_heads + 2 * kv_heads) * dim
-    weight, x = kernels.pack(torch.randn(width, 128) / 8, torch.randn(width)), torch.randn(rows, 128)
-    (cos, sin), at = rotary_tables(dim, rows), ints(list(range(rows)))
-    results = []
-    for boxes in (False, True):
-        cache = LayerCache(*torch.zeros(2, rows, kv_heads, dim))
-        rotary = Rotary(at, at, cos, sin, cache.k, cache.v) if kind == "rotary" else None
-        tile = Tile(64, 64, 64, 4, 2, swapped, boxes)
-        results.append((linear(x, weight, gated=kind == "gated", rotary=rotary, tile=tile), cache.k, cache.v))
+    product = product_of(kernels, kind, 70, 128)
+    results = [product(tile=Tile(64, 64, 64, 4, 2, swapped, boxes)) for boxes in (False, True)]
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "rotary"])
 def test_a_tile_of_two_parts_gives_what_one_of_one_gives(kernels: TritonKernels, kind: str) -> None:
-    rows, q_heads, kv_heads, dim = 70, 3, 1, 32
-    width = (q_heads + 2 * kv_heads) * dim
-    weight, x = kernels.pack(torch.randn(width, 128) / 8, torch.randn(width)), torch.randn(rows, 128)
-    (cos, sin), at = rotary_tables(dim, rows), ints(list(range(rows)))
-    results = []
-    for m in (32, 48):
-        cache = LayerCache(*torch.zeros(2, rows, kv_heads, dim))
-        rotary = Rotary(at, at, cos, sin, cache.k, cache.v) if kind == "rotary" else None
-        tile = Tile(m, 64, 64, 4, 2, boxes=True)
-        results.append((linear(x, weight, gated=kind == "gated", rotary=rotary, tile=tile), cache.k, cache.v))
-    for pair in zip(*results, strict=True):
+    product = product_of(kernels, kind, 70, 128)
+    for pair in zip(*(product(tile=Tile(m, 64, 64, 4, 2, boxes=True)) for m in (32, 48)), strict=True):
         assert_close(*pair)
 
 
@@ -217,12 +208,7 @@ def test_half_products_are_summed_in_fp32(kernels: TritonKernels) -> None:
 
 @pytest.mark.parametrize("hidden", [7, 64, 576])
 def test_the_norms_match_the_reference(kernels: TritonKernels, hidden: int) -> None:
-    x, residual, weight = torch.randn(3, hidden), torch.randn(3, hidden), torch.rand(hidden)
-    assert_close(kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x.double(), weight.double(), 1e-5), 1e-6)
-    total = residual.clone()
-    normed = kernels.add_rms_norm(x, total, weight, 1e-5)
-    assert torch.equal(total, residual + x)
-    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5))
+    check_norms(kernels, hidden)
 
 
 def test_silu_mul_matches_the_reference(kernels: TritonKernels) -> None:
@@ -233,19 +219,7 @@ def test_silu_mul_matches_the_reference(kernels: TritonKernels) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24)])
 def test_rope_and_store_matches_the_reference(kernels, q_heads, kv_heads, dim, normed) -> None:
-    state = scene([40, 20], kv_heads, dim)
-    plan = replace(state.plan([(0, 3), (1, 19), (0, 39)]), slots=ints([5, -1, 33]))
-    qkv, (cos, sin) = torch.randn(3, (q_heads + 2 * kv_heads) * dim), rotary_tables(dim)
-    norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
-    expected_cache, before = wide(state.cache), state.cache.k.clone()
-    rope = RopeArgs(cos, sin, *norms, 1e-6)
-    expected = REFERENCE.rope_and_store(qkv.double(), plan, wide_rope(rope), expected_cache)
-    q = kernels.rope_and_store(qkv.clone(), plan, rope, state.cache)
-    assert_close(q, expected, 1e-6)
-    assert_close(state.cache.k[[5, 33]], expected_cache.k[[5, 33]], 1e-6)
-    assert_close(state.cache.v[[5, 33]], expected_cache.v[[5, 33]], 1e-6)
-    others = [slot for slot in range(len(before)) if slot not in (5, 33)]
-    torch.testing.assert_close(state.cache.k[others], before[others], rtol=0, atol=0, equal_nan=True)
+    check_rope_and_store(kernels, q_heads, kv_heads, dim, normed)
 
 
 MIXED = [(0, 0), (1, 129), (1, 100), (2, 63), (2, 64), (3, 339), (3, 320), (3, 20)]  # 339: the second chunk
@@ -272,13 +246,7 @@ def test_a_block_that_sees_itself_matches_dense_attention(kernels, monkeypatch, 
 
 
 def test_a_row_of_a_block_has_the_same_bits_alone_and_read_by_slot(kernels: TritonKernels) -> None:
-    state, q = scene([37, 300], 2, 16), torch.randn(len(BLOCK_ROWS), 4, 16)
-    plan = state.block(BLOCK_ROWS, BLOCK_ENDS)
-    together = kernels.attention(q, plan, state.cache, 0.2, None)
-    by_slot = state.block(BLOCK_ROWS, BLOCK_ENDS, by_slot=8)
-    assert torch.equal(kernels.attention(q, by_slot, state.cache, 0.2, None), together)
-    alone = kernels.attention(q[3:4], rows_of(plan, [3]), state.cache, 0.2, None)
-    assert torch.equal(alone[0], together[3])
+    check_rows_of_blocks(kernels, (3,))
 
 
 @pytest.mark.parametrize(("programs", "window"), [(2, None), (16, None), (16, 130)])
@@ -352,7 +320,23 @@ def weights(config: ModelConfig = CONFIG) -> dict[str, Tensor]:
     return random_weights(config, 1.4)
 
 
-def plan_of(positions: list[int], tables: Tensor) -> PassPlan:
+def decoder_of(
+    kernels: Any, config: ModelConfig = CONFIG, *, blocks: int = 1, made: Any = None
+) -> tuple[Decoder, KVCache]:
+    """A decoder and a cache whose slots hold 7."""
+    dtypes = Dtypes.of(torch.float32, CPU)
+    decoder = Decoder(config, made or weights(config), kernels, device=CPU, dtypes=dtypes)
+    cache = KVCache(decoder.kv_specs, num_blocks=blocks, block_size=16, dtype=torch.float32, device=CPU)
+    for layer in cache.layers:
+        layer.k.fill_(7.0)
+        layer.v.fill_(7.0)
+    return decoder, cache
+
+
+ONE_BLOCK = torch.zeros((1, 1), dtype=torch.int32)
+
+
+def plan_of(positions: list[int], tables: Tensor = ONE_BLOCK) -> PassPlan:
     at = ints(positions)
     return PassPlan.in_order(at, at, torch.zeros_like(at), tables, 16, max(positions) + 1)
 
@@ -362,11 +346,7 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
     tokens, tables = torch.randint(0, 50, (9,)), torch.arange(3, dtype=torch.int32)[None]
     results = []
     for each in (kernels, REFERENCE):
-        decoder = Decoder(CONFIG, made, each, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-        cache = KVCache(decoder.kv_specs, num_blocks=3, block_size=16, dtype=torch.float32, device=CPU)
-        for layer in cache.layers:
-            layer.k.fill_(7.0)
-            layer.v.fill_(7.0)
+        decoder, cache = decoder_of(each, blocks=3, made=made)
         first = decoder.forward(tokens[:6], plan_of(list(range(6)), tables), cache.layers, torch.tensor([5]))
         kept = first.logits.clone()
         taps = (1, -1)
@@ -383,9 +363,7 @@ def test_tables_of_more_sequences_than_a_bucket_was_made_for_find_room(
     kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.models.graphs.SEQUENCES", 2)
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=24, block_size=16, dtype=torch.float32, device=CPU)
-    assert decoder.graphs is not None
+    decoder, cache = decoder_of(kernels, blocks=24)
     at, placed = torch.arange(5), []
     for width in (1, 8, 8):  # blocks of each sequence; the context has 8
         tables = torch.arange(5 * width, dtype=torch.int32).view(5, width) % 24
@@ -398,10 +376,8 @@ def test_tables_of_more_sequences_than_a_bucket_was_made_for_find_room(
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKernels, rows: int) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
-    assert decoder.graphs is not None
-    apart, staged = plan_of(list(range(2, 2 + rows)), torch.zeros((1, 1), dtype=torch.int32)), []
+    decoder, cache = decoder_of(kernels)
+    apart, staged = plan_of(list(range(2, 2 + rows))), []
     tokens, each = torch.arange(rows), apart.host.each.copy()
     each[-1] = tokens
     known = torch.from_numpy(each[-1])
@@ -414,9 +390,8 @@ def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKern
 
 @pytest.mark.parametrize(("chosen", "taps"), [([1, 3, 5], ()), ([5], (1,))])
 def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(kernels, chosen, taps) -> None:
-    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
-    plan, tokens = plan_of(list(range(6)), torch.zeros((1, 1), dtype=torch.int32)), torch.arange(6)
+    decoder, cache = decoder_of(kernels, SHALLOW)
+    plan, tokens = plan_of(list(range(6))), torch.arange(6)
     every = decoder.forward(tokens, plan, cache.layers, torch.arange(6), taps).logits.clone()
     some = decoder.forward(tokens, plan, cache.layers, torch.tensor(chosen), taps).logits
     assert torch.equal(some, every[chosen])
@@ -444,8 +419,7 @@ def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(ker
 
 
 def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> None:
-    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+    decoder, cache = decoder_of(kernels, SHALLOW)
     tables, tapped = torch.zeros((1, 1), dtype=torch.int32), []
     for count in (12, 3, 1):
         plan = plan_of(list(range(count)), tables)
@@ -495,9 +469,7 @@ def test_a_tree_known_on_the_device_alone_is_placed_as_one_known_on_the_host(ker
     claimed = list(parents)
     for node in (node for node in range(1, 9) if parents[node] == node - 1):
         claimed[node] = draw.choice([node - 1, node, node + 3, 99])
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=3, block_size=16, dtype=torch.float32, device=CPU)
-    assert decoder.graphs is not None
+    decoder, cache = decoder_of(kernels, blocks=3)
     placed = []
     for plan in tree_plans(parents, claimed):
         tokens = torch.arange(10) if plan.trees is None else torch.tensor([0, *[-1] * 9])
@@ -517,8 +489,7 @@ class FakeRecorder:
 
 
 def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monkeypatch, caplog) -> None:
-    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
+    decoder, cache = decoder_of(kernels, SHALLOW, blocks=2)
     graphs = decoder.graphs
     assert graphs is not None
     monkeypatch.setattr(type(graphs), "_captures", True)
@@ -540,24 +511,18 @@ def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monk
 
 def test_a_chunk_of_a_prompt_that_goes_on_computes_no_logits_of_all_its_rows(kernels: TritonKernels) -> None:
     """The buffer of logits would grow to the rows of a chunk, and verification is captured with the first buffer."""
-    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=6, block_size=16, dtype=torch.float32, device=CPU)
+    decoder, cache = decoder_of(kernels, SHALLOW, blocks=6)
     decoder.prepare(cache.layers, 16, (), [PassShape((1,))])
-    before, plan = decoder.logits_buffer, plan_of(list(range(80)), torch.arange(6, dtype=torch.int32)[None])
+    before, plan = decoder.logits_buffer, plan_of(list(range(24)), torch.arange(6, dtype=torch.int32)[None])
     with torch.inference_mode():
-        output = decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.arange(0))
+        output = decoder.forward(torch.arange(24) % 7, plan, cache.layers, torch.arange(0))
         assert output.logits.shape[0] == 0
-        decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.tensor([79]))
+        decoder.forward(torch.arange(24) % 7, plan, cache.layers, torch.tensor([23]))
     assert decoder.logits_buffer.data_ptr() == before.data_ptr()
 
 
 def test_the_warmup_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
-    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
-    for layer in cache.layers:
-        layer.k.fill_(7.0)
-        layer.v.fill_(7.0)
-    assert decoder.graphs is not None
+    decoder, cache = decoder_of(kernels, SHALLOW, blocks=2)
     decoder.graphs.capture = False
     assert decoder.prepare(
         cache.layers, 16, (), [PassShape((1,)), PassShape((4, 4)), PassShape((5, 3)), PassShape((8,))]
@@ -566,15 +531,14 @@ def test_the_warmup_meets_the_shapes_of_steps_and_writes_no_slot(kernels: Triton
     met = set(decoder.graphs._passes)
     with torch.inference_mode():
         for rows in (1, 5):
-            plan = plan_of(list(range(rows)), torch.zeros((1, 1), dtype=torch.int32))
+            plan = plan_of(list(range(rows)))
             decoder.forward(torch.arange(rows), plan, cache.layers, torch.arange(rows))
     assert set(decoder.graphs._passes) == met
 
 
 def test_a_pass_of_the_stack_is_the_sequence_of_its_kernels(kernels: TritonKernels) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
-    plan, x = plan_of([0, 1, 2], torch.zeros((1, 1), dtype=torch.int32)), torch.randn(3, 32)
+    decoder, cache = decoder_of(kernels)
+    plan, x = plan_of([0, 1, 2]), torch.randn(3, 32)
     results = []
     for make in (kernels.stack, lambda *parts: LayerByLayer(kernels, *parts)):
         residual = x.clone()
