@@ -29,12 +29,12 @@ def trees() -> dict[str, ast.Module]:
 
 def error_names(modules: list[ast.Module]) -> set[str]:
     """Return the error classes, and the functions that are annotated to return one."""
-    nodes = [node for tree in modules for node in ast.walk(tree)]
+    nodes = [node for tree in modules for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    bases = {node.name: {_name(base) for base in node.bases} for node in nodes if isinstance(node, ast.ClassDef)}
     classes, before = set(BASES), 0
     while len(classes) > before:
         before = len(classes)
-        subclasses = (node for node in nodes if isinstance(node, ast.ClassDef))
-        classes |= {node.name for node in subclasses if classes & {_name(base) for base in node.bases}}
+        classes |= {name for name, own in bases.items() if classes & own}
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.returns is not None)
     return classes | {node.name for node in functions if _name(node.returns) in classes}
 

@@ -24,6 +24,7 @@ PROMPT = [5, 9, 33, 2]
 # target's distributions are flat, so the likeliest token is learnt: a tree would spend its nodes on siblings.
 SHARP = {"anchors": 40, "temperature": 0.05}
 CASES = {
+    DSPARK: ({"layers": 2, "block": 4, "num_taps": 2, "rank": 8, "anchors": 24, "temperature": 0.3}, 120, 1e-2, 3.0),
     EAGLE3: ({"steps": 3, **SHARP}, 100, 1e-2, 3.0),
     EAGLE: ({"steps": 3, "ce": 0.3, "tv": 0.7, "features": 0.1, **SHARP}, 150, 1e-2, 2.5),
     MEDUSA: ({"heads": 3, **SHARP}, 150, 1e-2, 2.5),

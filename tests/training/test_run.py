@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.cli.app import run
 from paceline.drafters.block.checkpoint import read
@@ -29,9 +30,7 @@ def command(model, out, *more):
 
 
 def test_text_becomes_a_drafter_with_a_card_and_a_curve(model, tmp_path, capsys):
-    data = tmp_path / "texts.txt"
-    data.write_text("\n\n".join(" ".join(f"w{(7 * i + j * j) % 97}" for j in range(30)) for i in range(60)))
-    out = tmp_path / "out"
+    data, out = texts(tmp_path / "texts.txt"), tmp_path / "out"
     assert command(model, out, "--data", str(data), "--steps", "3", "--json") == 0, capsys.readouterr().err
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == 3
@@ -67,26 +66,26 @@ def test_text_becomes_a_drafter_with_a_card_and_a_curve(model, tmp_path, capsys)
     ],
 )
 def test_what_cannot_be_trained_is_refused(model, tmp_path, capsys, given, words):
-    assert command(model, tmp_path, *given) == 1
-    assert words in capsys.readouterr().err
-
-
-def test_an_out_that_is_a_file_is_refused(model, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert command(model, tmp_path / "file", "--data", "x.txt") == 1
-    assert f"out: {tmp_path / 'file'} holds something else than a training" in capsys.readouterr().err
-
-
-def test_an_out_that_cannot_be_looked_at_is_refused(model, tmp_path, capsys):
-    assert command(model, tmp_path / ("x" * 300), "--data", "x.txt") == 1
-    error = capsys.readouterr().err
-    assert "out: cannot read" in error
-    assert "File name too long; name another folder" in error
+    refused(capsys, command(model, tmp_path, *given), words)
 
 
 def test_no_minutes_are_not_ten(model, tmp_path, capsys):
     assert command(model, tmp_path, "--data", "x.txt", "--minutes", "0") == 2
     assert "--minutes" in capsys.readouterr().err
+
+
+def test_an_out_that_cannot_be_written_is_refused(model, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "out/training").mkdir(parents=True)
+    (tmp_path / "out/training/tokens").touch()
+    data = texts(tmp_path / "texts.txt")
+    for out, words in (
+        ("", "out: is empty; name a folder"),
+        (tmp_path / "file", f"out: {tmp_path / 'file'} holds something else than a training"),
+        (tmp_path / ("x" * 300), "File name too long; name another folder"),
+        (tmp_path / "out", "tokens is not a folder"),
+    ):
+        refused(capsys, command(model, out, "--data", str(data), "--steps", "1"), words)
 
 
 def texts(path, count=60, shift=0):
@@ -163,15 +162,6 @@ def test_a_drafter_of_another_method_is_not_overwritten(model, copied, capsys):
     assert command(model, out, "--data", str(copied / "texts.txt"), "--steps", "2") == 0
 
 
-def test_a_resume_of_another_method_is_refused(model, copied, capsys):
-    code = run(["train", "medusa", "-t", str(model), "-o", str(copied / "out"), "--resume", "--steps", "3", *DEVICE])
-    refused(capsys, code, "method: the training began with dspark, not medusa")
-
-
-def test_an_empty_out_is_refused(model, capsys):
-    refused(capsys, command(model, "", "--data", "x.txt"), "out: is empty; name a folder")
-
-
 def test_a_refused_resume_leaves_the_training_as_it_was(model, copied, capsys):
     out, before = copied / "out", tree(copied / "out")
     other = texts(copied / "other.txt", shift=3)
@@ -193,6 +183,7 @@ def test_what_a_training_did_not_ask_for_does_not_count(model, trained, copied):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        (["medusa"], "method: the training began with dspark, not medusa"),
         (["--seed", "1"], "seed: the training began with 0, not 1"),
         (["--rows", "3"], "rows: the training began with 2, not 3"),
         (["--length", "64"], "length: the training began with 48, not 64"),
@@ -200,9 +191,58 @@ def test_what_a_training_did_not_ask_for_does_not_count(model, trained, copied):
     ],
 )
 def test_a_setting_that_a_training_began_with_stays(model, copied, capsys, given, words):
-    before = tree(copied)
-    refused(capsys, command(model, copied / "out", "--steps", "3", "--resume", *given), words)
+    before, out = tree(copied), copied / "out"
+    if given == ["medusa"]:
+        code = run(["train", *given, "-t", str(model), "-o", str(out), "--resume", "--steps", "3", *DEVICE])
+    else:
+        code = command(model, out, "--steps", "3", "--resume", *given)
+    refused(capsys, code, words)
     assert tree(copied) == before
+
+
+def state(change):
+    """A training whose stored state is changed."""
+
+    def spoil(folder):
+        stored = torch.load(folder / "training.pt", weights_only=True)
+        torch.save(change(stored), folder / "training.pt")
+
+    return spoil
+
+
+def written(name, content):
+    """A training of which one file has this content; None: half of its own."""
+
+    def spoil(folder):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
+
+    return spoil
+
+
+FILES = ("training.pt", "tokens/texts.npz", "tokens/store.json")
+STORES = (b"[]", b'{"vocab_size": 97}', b'{"vocab_size": 97, "sources": 3}')
+OLDER = "older version, which did not keep method; begin anew"
+SPOILT = [
+    (state(lambda stored: {key: part for key, part in stored.items() if key != "settings"}), OLDER),
+    (state(lambda stored: {**stored, "progress": {"unknown": 1}}), "training.pt is damaged"),
+    (
+        lambda folder: (folder / FILES[2]).unlink(),
+        "texts.npz is damaged (store.json beside it does not name its source)",
+    ),
+    *((written(FILES[2], content), "store.json is damaged") for content in STORES),
+    *(
+        (written(name, content), f"{name} is damaged")
+        for name in FILES
+        for content in (b"", b"PK nothing", b"\x80\x02}q\x00.", None)
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), SPOILT)
+def test_a_training_whose_files_are_spoilt_is_not_resumed(model, copied, capsys, spoil, words):
+    spoil(copied / "out/training")
+    refused(capsys, command(model, copied / "out", "--steps", "3", "--resume"), words)
 
 
 def test_a_training_is_not_continued_for_another_target(model, copied, capsys, tmp_path):
@@ -217,48 +257,6 @@ def test_a_training_is_not_continued_for_another_target(model, copied, capsys, t
     refused(capsys, code, "target: the training was begun for another target")
 
 
-def test_a_state_of_an_older_version_is_refused(model, copied, capsys):
-    import torch
-
-    path = copied / "out/training/training.pt"
-    state = torch.load(path, weights_only=True)
-    del state["settings"]
-    torch.save(state, path)
-    code = command(model, copied / "out", "--steps", "3", "--resume")
-    refused(capsys, code, "older version, which did not keep method; begin anew")
-
-
-@pytest.mark.parametrize("content", [b"", b"PK nothing", b"\x80\x02}q\x00.", b"half"])
-@pytest.mark.parametrize("name", ["training.pt", "tokens/texts.npz", "tokens/store.json"])
-def test_a_damaged_file_of_a_training_is_named(model, copied, capsys, name, content):
-    path = copied / "out/training" / name
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2] if content == b"half" else content)
-    refused(capsys, command(model, copied / "out", "--steps", "3", "--resume"), f"{path} is damaged")
-
-
-@pytest.mark.parametrize("content", ["[]", '{"vocab_size": 97}', '{"vocab_size": 97, "sources": 3}'])
-def test_a_store_with_another_content_is_named(model, copied, capsys, content):
-    path = copied / "out/training/tokens/store.json"
-    path.write_text(content)
-    refused(capsys, command(model, copied / "out", "--steps", "3", "--resume"), f"{path} is damaged")
-
-
-def test_a_shard_of_a_source_without_a_name_is_named(model, copied, capsys):
-    (copied / "out/training/tokens/store.json").unlink()
-    code = command(model, copied / "out", "--steps", "3", "--resume")
-    refused(capsys, code, "texts.npz is damaged (store.json beside it does not name its source)")
-
-
-def test_a_state_with_other_parts_is_named(model, copied, capsys):
-    import torch
-
-    path = copied / "out/training/training.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save({**state, "progress": {"unknown": 1}}, path)
-    refused(capsys, command(model, copied / "out", "--steps", "3", "--resume"), f"{path} is damaged")
-
-
 def test_a_lost_shard_is_read_again_from_its_file(model, copied, capsys):
     shard = copied / "out/training/tokens/texts.npz"
     (copied / "out/training/tokens/complete.json").write_bytes(b"\xff")
@@ -267,14 +265,6 @@ def test_a_lost_shard_is_read_again_from_its_file(model, copied, capsys):
     refused(capsys, code, "holds no tokens of texts; give its --data")
     assert command(model, copied / "out", "--steps", "3", "--resume", "--data", str(copied / "texts.txt")) == 0
     assert shard.exists()
-
-
-def test_tokens_that_are_a_file_are_refused(model, tmp_path, capsys):
-    data = texts(tmp_path / "texts.txt")
-    (tmp_path / "out/training").mkdir(parents=True)
-    (tmp_path / "out/training/tokens").touch()
-    code = command(model, tmp_path / "out", "--data", str(data), "--steps", "1")
-    refused(capsys, code, "tokens is not a folder")
 
 
 def test_two_files_of_one_name_are_refused(model, tmp_path, capsys):

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
-from paceline.drafters import packaged
-from paceline.drafters.block.checkpoint import read, write
 from paceline.drafters.block.drafter import head_rows
 from paceline.drafters.block.tree import DEEPER, grow, lattice
-from paceline.drafters.folder import TargetShape
-from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
+from paceline.drafters.methods import DFLASH, DSPARK
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
-from paceline.errors import BrokenModel
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import slots_of
@@ -39,8 +32,6 @@ from tests.drafters.block.dspark_reference import (
 )
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder
 from tests.helpers.contract_toys import ByRequest, NowAndThen, answers, params, run
-from tests.helpers.errors import refused
-from tests.helpers.tiny import save_tiny
 
 KINDS = {
     "dspark": {},
@@ -289,105 +280,6 @@ def test_weights_that_know_the_answer_by_heart_are_always_right(decoder, kind):
 
 
 # -- as a user has it
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A tiny model with a head of its own, and drafters for it: (model, {method: folder})."""
-    root = tmp_path_factory.mktemp("dspark")
-    save_tiny("llama3-untied", root / "model")
-    with LLM(str(root / "model"), device="cpu") as llm:
-        target, embedding = llm.config, llm.loaded.decoder.embedding
-    made = {}
-    for method, kind in ((DSPARK, KINDS["all of our own"]), (DFLASH, KINDS["dflash"])):
-        shape = TargetShape.of(target, embedding, "tiny")
-        config = drafter_config(target, **{**kind, "taps": (0, 2)}, target=shape)
-        write(root / method, config, random_tensors(config), int8=method == DSPARK)
-        made[method] = root / method
-    return root / "model", made
-
-
-@pytest.mark.parametrize("given", ["method", "found", "vllm"])
-@pytest.mark.parametrize("method", [DSPARK, DFLASH])
-def test_a_user_names_the_folder(folders, method, given):
-    model, drafters = folders
-    options = {"drafter": str(drafters[method])}
-    if given == "method":
-        options["method"] = method
-    elif given == "vllm":
-        options = {
-            "speculative_config": {"method": method, "model": str(drafters[method]), "num_speculative_tokens": 5}
-        }
-    wanted = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation={"method": method, "k": 7})
-    plainly = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation="none")
-    with LLM(str(model), device="cpu", **options) as llm:
-        (result,), (alone,) = llm.generate([1, 2, 3], wanted), llm.generate([1, 2, 3], plainly)
-        assert result.outputs[0].token_ids == alone.outputs[0].token_ids
-        assert [name for name in (DSPARK, DFLASH) if name in {one.name for one in llm.engine.drafters.drafters}] == [
-            method
-        ]
-        assert llm.engine.drafters.failures == 0
-
-
-def test_a_folder_of_another_method_or_target_is_refused(folders, tmp_path):
-    model, drafters = folders
-    with refused("drafter"):
-        LLM(str(model), device="cpu", method=DFLASH, drafter=str(drafters[DSPARK]))
-    with refused("drafter"):
-        LLM(str(model), device="cpu", drafter=str(model))
-    save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
-    with refused("drafter"):
-        LLM(str(tmp_path / "other"), device="cpu", drafter=str(drafters[DSPARK]))
-
-
-@pytest.mark.parametrize("token", [-1, 10**6])
-def test_a_folder_that_drafts_tokens_the_model_does_not_have_is_refused(folders, tmp_path, token):
-    """Trees of a GPU are taken as they are: nothing later would notice."""
-    model, drafters = folders
-    config, tensors = read(drafters[DSPARK])
-    shutil.copytree(drafters[DSPARK], tmp_path / "drafter")
-    for path in (tmp_path / "drafter").glob("*.safetensors"):
-        stored = load_file(path)
-        if "d2t" in stored:
-            stored["d2t"][5] = token - 5
-            save_file(stored, path)
-    assert "d2t" in tensors
-    with pytest.raises(BrokenModel, match=f"drafts token {token}, and the vocabulary has {config.body.vocab_size}"):
-        LLM(str(model), device="cpu", drafter=str(tmp_path / "drafter"))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"dflash_config": 5}, {"transformer_layer_config": [1]}, {"paceline": "x"}, {"speculators_config": [1]}]
-)
-def test_a_config_whose_parts_have_other_types_is_named(folders, tmp_path, changes):
-    model, drafters = folders
-    shutil.copytree(drafters[DSPARK], tmp_path / "drafter")
-    path = tmp_path / "drafter" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(BrokenModel, match=rf"config\.json: {next(iter(changes))} must be an object"):
-        LLM(str(model), device="cpu", drafter=str(tmp_path / "drafter"))
-
-
-def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monkeypatch):
-    model, drafters = folders
-    shutil.copytree(drafters[DSPARK], tmp_path / "shipped" / "tiny")
-    monkeypatch.setattr(packaged, "packaged_folders", lambda: packaged_folders(tmp_path / "shipped"))
-
-    def methods(path, **options):
-        with LLM(str(path), device="cpu", **options) as llm:
-            return {drafter.name for drafter in llm.engine.drafters.drafters} & {DSPARK, DFLASH}
-
-    assert methods(model) == methods(model, method=DSPARK) == {DSPARK}
-    assert methods(model, drafter="none") == set()
-    assert methods(model, method="suffix") == set()
-    assert methods(model, drafter=str(drafters[DFLASH])) == {DFLASH}
-    save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
-    assert methods(tmp_path / "other") == set()
-    for options in ({}, {"drafter": "none"}):
-        with refused("drafter"):
-            LLM(str(tmp_path / "other"), device="cpu", method=DSPARK, **options)
-    (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
-    assert methods(model) == set()
 
 
 WISHES = (

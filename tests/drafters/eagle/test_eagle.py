@@ -305,53 +305,12 @@ def test_the_table_makes_a_drafter_from_a_folder(tmp_path, decoder):
     )
 
 
-@pytest.mark.parametrize("token", [-1, 10**6])
-def test_a_folder_that_drafts_tokens_the_model_does_not_have_is_refused(tmp_path, token):
-    config = config_for(CONFIG, layer_ids=LAYERS, vocab=40)
-    write(tmp_path, config, random_tensors(config))
-    stored = load_file(tmp_path / "model.safetensors")
-    stored["d2t"][5] = token - 5
-    save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(BrokenModel, match=f"drafts token {token}, and the vocabulary has {CONFIG.vocab_size}"):
-        read(tmp_path, CONFIG)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"paceline": [1]},
-        {"paceline": {"target": "x"}},
-        {"paceline": {"target": {"vocab_size": 600.0}}},
-        {"paceline": {"target": {"embedding_sample": ["a"]}}},
-        {"paceline": {"target": {"embedding_sample": 5}}},
-        {"speculators_config": [1]},
-        {"speculators_config": {"verifier": "x"}},
-        {"eagle_config": 5},
-        {"eagle_config": {"norm_before_fc": "false"}},
-        {"norm_output": "false"},
-    ],
-)
-def test_a_config_whose_parts_have_other_types_is_named(tmp_path, changes):
-    config = config_for(CONFIG, **KINDS["eagle3"])
-    write(tmp_path, config, random_tensors(config))
-    edited(tmp_path, **changes)
-    with pytest.raises(BrokenModel, match=r"config\.json: "):
-        read(tmp_path, CONFIG)
-
-
 def test_weights_that_are_no_numbers_are_named(tmp_path):
     config = config_for(CONFIG, **KINDS["eagle3"])
     for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
         write(tmp_path, config, {**(tensors := random_tensors(config)), "fc.weight": tensors["fc.weight"].to(dtype)})
         with pytest.raises(BrokenModel, match=r"tensor fc\.weight has dtype .* must be one of float32"):
             read(tmp_path, CONFIG)
-
-
-def test_a_drafter_of_another_method_is_refused(tmp_path, decoder):
-    config = config_for(CONFIG, **KINDS["eagle3"])
-    write(tmp_path, config, random_tensors(config))
-    with refused("drafter"):
-        METHODS[EAGLE].make(context_of(tmp_path, decoder))
 
 
 def test_layers_that_a_folder_does_not_name_are_the_published_ones(tmp_path):

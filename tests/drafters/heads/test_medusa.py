@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline import LLM, SamplingParams
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.heads.checkpoint import MedusaHead, load_heads, save_heads
@@ -25,7 +24,6 @@ from tests.cuda.test_cuda import CONFIG
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, tiny_decoder
 from tests.helpers.contract_toys import ByRequest, answers, params, run
 from tests.helpers.errors import refused
-from tests.helpers.tiny import save_tiny
 
 HIDDEN = CONFIG.hidden_size
 
@@ -256,34 +254,3 @@ def test_heads_of_another_target_are_refused(tmp_path, hidden, vocab):
     save_heads(tmp_path, random_heads(hidden, vocab), base="some/model")
     with refused("drafter"):
         METHODS[MEDUSA].make(context(tmp_path))
-
-
-# -- as a user has it
-
-
-@pytest.mark.parametrize(
-    "given", [{"method": MEDUSA}, {}, {"speculative_config": {"method": "medusa", "num_speculative_tokens": 5}}]
-)
-def test_a_user_names_the_folder(tmp_path, given):
-    save_tiny("llama-tied", tmp_path / "model")
-    save_heads(tmp_path / "heads", random_heads(48, 97))
-    heads = str(tmp_path / "heads")
-    if "speculative_config" in given:
-        given = {"speculative_config": {**given["speculative_config"], "model": heads}}
-    else:
-        given = {**given, "drafter": heads}
-    wanted = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation={"method": MEDUSA, "k": 5})
-    plainly = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation="none")
-    with LLM(str(tmp_path / "model"), device="cpu", **given) as llm:
-        (result,), (alone,) = llm.generate([1, 2, 3], wanted), llm.generate([1, 2, 3], plainly)
-        assert result.outputs[0].token_ids == alone.outputs[0].token_ids
-        assert MEDUSA in [drafter.name for drafter in llm.engine.drafters.drafters]
-        assert llm.engine.drafters.failures == 0
-
-
-def test_the_method_without_a_folder_is_refused(tmp_path):
-    save_tiny("llama-tied", tmp_path / "model")
-    with refused("drafter"):
-        LLM(str(tmp_path / "model"), device="cpu", method=MEDUSA)
-    with pytest.raises(ModelNotFound):
-        LLM(str(tmp_path / "model"), device="cpu", method=MEDUSA, drafter=str(tmp_path / "nowhere"))

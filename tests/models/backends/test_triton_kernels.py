@@ -510,14 +510,14 @@ def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monk
 
 
 def test_a_chunk_of_a_prompt_that_goes_on_computes_no_logits_of_all_its_rows(kernels: TritonKernels) -> None:
-    """The buffer of logits would grow to the rows of a chunk, and verification is captured with the first buffer."""
+    """The buffer of logits would grow from 64 rows to those of a chunk, and verification is captured with the first."""
     decoder, cache = decoder_of(kernels, SHALLOW, blocks=6)
     decoder.prepare(cache.layers, 16, (), [PassShape((1,))])
-    before, plan = decoder.logits_buffer, plan_of(list(range(24)), torch.arange(6, dtype=torch.int32)[None])
+    before, plan = decoder.logits_buffer, plan_of(list(range(80)), torch.arange(6, dtype=torch.int32)[None])
     with torch.inference_mode():
-        output = decoder.forward(torch.arange(24) % 7, plan, cache.layers, torch.arange(0))
+        output = decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.arange(0))
         assert output.logits.shape[0] == 0
-        decoder.forward(torch.arange(24) % 7, plan, cache.layers, torch.tensor([23]))
+        decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.tensor([79]))
     assert decoder.logits_buffer.data_ptr() == before.data_ptr()
 
 

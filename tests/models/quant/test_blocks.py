@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import paceline.models
-from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
+from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.files.gguf import GGUFFile
 from paceline.models.backends.cpu.kernels import NativeKernels
 from paceline.models.backends.torch import TorchKernels
@@ -28,6 +29,7 @@ from paceline.models.quant.block_file import BLOCK_WEIGHTS
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 from paceline.native.library import open_library, runnable_variants
 from paceline.testing import logits_of
+from tests.helpers.errors import refused
 from tests.helpers.tiny import write_tokenizer
 from tests.models.load.test_gguf import Type, write_gguf
 
@@ -242,16 +244,13 @@ def test_int8_activations_are_another_model_and_refused_where_nothing_is_stored_
     plain = logits_of(load_model(path, device="cpu").decoder, tokens, [60])
     assert not torch.equal(plain, expected)
     torch.testing.assert_close(plain, expected, atol=0.05 * float(plain.abs().max()), rtol=0.1)
-    with pytest.raises(InvalidParameter) as caught:
+    with refused("activations"):
         load_model(tmp_path / "hf", device="cpu", activations=INT8)
-    assert caught.value.field == "activations"
-    with pytest.raises(InvalidParameter) as caught:
+    with refused("activations"):
         load_model(path, device="cpu", activations="int4")
-    assert caught.value.field == "activations"
     monkeypatch.setenv("PACELINE_KERNELS", "torch")
-    with pytest.raises(InvalidParameter) as caught:
+    with refused("activations"):
         kernels_for(CPU, activations=INT8)
-    assert caught.value.field == "activations"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -266,31 +265,17 @@ def test_checkpoints_of_16_bits_stay_16_bits_in_memory(dtype: torch.dtype, tmp_p
     assert torch.equal(logits_of(loaded.decoder, tokens, [30]), logits_of(wide, tokens, [30]))
 
 
-def broken_folder(tmp_path: Path, write_model: Any, change: Any) -> Path:
-    """A folder of blocks whose tensors and kinds were changed."""
-    path, folder = small_gguf(tmp_path, write_model, Type.Q4_1), tmp_path / "out"
-    folder.mkdir()
-    convert_gguf(GGUFFile(path), folder, lambda *step: None)
-    tensors = load_file(folder / BLOCK_WEIGHTS)
-    with safe_open(folder / BLOCK_WEIGHTS, "pt") as file:
-        kinds = dict(file.metadata())
-    change(tensors, kinds)
-    save_file(tensors, folder / BLOCK_WEIGHTS, kinds)
-    return folder
-
-
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.usefixtures("without_vocabulary")
 def test_blocks_that_cannot_be_right_are_refused_in_one_line(tmp_path: Path, write_model: Any) -> None:
-    def spoil_scale(tensors: dict[str, Tensor], kinds: dict[str, str]) -> None:
-        tensors[DOWN][3, 20:22] = torch.tensor([float("nan")]).half().view(torch.uint8)
-
-    folder = broken_folder(tmp_path, write_model, spoil_scale)
-    with pytest.raises(BrokenModel, match=f"{DOWN} has a scale that is not a number"):
-        load_model(folder, device="cpu")
+    path, folder = small_gguf(tmp_path, write_model, Type.Q4_1), tmp_path / "out"
+    folder.mkdir()
+    convert_gguf(GGUFFile(path), folder, lambda *step: None)
+    kept, nan = (folder / BLOCK_WEIGHTS).read_bytes(), torch.tensor([math.nan]).half().view(torch.uint8)
     for change, error, message in (
+        (lambda t, kinds: t[DOWN][3, 20:22].copy_(nan), BrokenModel, f"{DOWN} has a scale that is not a number"),
         (lambda t, kinds: kinds.update({DOWN: "IQ9"}), UnsupportedModel, "IQ9, an unknown kind of blocks; known: Q4_0"),
         (lambda t, kinds: t.update({DOWN: t[DOWN][:, :-3].contiguous()}), BrokenModel, "not blocks of 20"),
         (lambda t, kinds: kinds.pop(DOWN), BrokenModel, f"{DOWN} has dtype U8"),
@@ -299,11 +284,9 @@ def test_blocks_that_cannot_be_right_are_refused_in_one_line(tmp_path: Path, wri
         with safe_open(folder / BLOCK_WEIGHTS, "pt") as file:
             kinds = dict(file.metadata())
         change(tensors, kinds)
-        save_file(tensors, tmp_path / "changed.safetensors", kinds)
-        kept = (folder / BLOCK_WEIGHTS).read_bytes()
-        (folder / BLOCK_WEIGHTS).write_bytes((tmp_path / "changed.safetensors").read_bytes())
+        save_file(tensors, folder / BLOCK_WEIGHTS, kinds)
         with pytest.raises(error, match=message):
-            load_weights(folder, load_config(folder))
+            load_model(folder, device="cpu")
         (folder / BLOCK_WEIGHTS).write_bytes(kept)
     (folder / BLOCK_WEIGHTS).write_bytes(kept[: len(kept) // 2])
     with pytest.raises(BrokenModel, match="truncated or damaged"):
