@@ -18,9 +18,8 @@ BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in $(NATIVE
 QUICK := tests/core tests/engine tests/verify/test_walk.py tests/verify/test_metadata.py \
 	tests/drafters/test_methods.py tests/drafters/lookup/test_tree.py tests/drafters/lookup/test_suffix.py \
 	tests/drafters/test_contract.py::test_greedy_and_seeded_output_is_the_plain_one \
-	tests/project/test_imports.py tests/project/test_structure.py tests/project/test_messages.py
-QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins \
-	or kernel_that_says or within_five_per_cent
+	tests/project/test_imports.py tests/project/test_structure.py
+QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins or within_five_per_cent
 
 # A worker for each usable core; one that has run out of tests takes over half of another's.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 8 --dist worksteal

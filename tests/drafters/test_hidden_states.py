@@ -47,6 +47,13 @@ def committed(verdict: UnreadVerdict) -> list[CommittedRow]:
     ]
 
 
+def store(ring: TapRing, way: str, verdict: UnreadVerdict, taps: torch.Tensor, seats: int) -> None:
+    if way == "on a device":
+        ring.store(verdict, taps, seats)
+    else:
+        ring.store_on_host(committed(verdict), taps, seats)
+
+
 @pytest.mark.parametrize("way", ["native", "on the host", "on a device"])
 @pytest.mark.parametrize(("batch", "most"), [(1, 1), (3, 1), (1, 5), (4, 6)])
 def test_the_ring_holds_what_is_committed(way: str, batch: int, most: int) -> None:
@@ -54,10 +61,7 @@ def test_the_ring_holds_what_is_committed(way: str, batch: int, most: int) -> No
     expected = {}
     for _ in range(3):
         verdict, taps = unread(generator, batch, most)
-        if way == "on a device":
-            ring.store(verdict, taps, batch + 2)
-        else:
-            ring.store_on_host(committed(verdict), taps, batch + 2)
+        store(ring, way, verdict, taps, batch + 2)
         for row in range(batch):
             for step in range(int(verdict.num_accepted[row]) + 1):
                 position = int(verdict.length[row]) - 1 + step
@@ -83,10 +87,7 @@ def test_the_ring_holds_the_longest_commit(way: str) -> None:
         node_row=torch.tensor([1]),
         **columns,
     )
-    if way == "on a device":
-        ring.store(verdict, taps, 3)
-    else:
-        ring.store_on_host(committed(verdict), taps, 3)
+    store(ring, way, verdict, taps, 3)
     found, after = ring.load(columns["req_index"], torch.arange(most) + 6, torch.arange(WIDTH[0]))
     assert torch.equal(found, taps)
     assert after.tolist() == list(range(most))

@@ -63,6 +63,13 @@ def plain(device):
     return expected, overfit_heads(tiny_decoder(), texts, begins=begins)
 
 
+def knowing_drafter(decoder, texts, **kind):
+    """A block drafter that has seen the texts."""
+    config, tensors = knowing(CONFIG, decoder.embedding.cpu(), texts, **kind)
+    options = {"kernels": decoder.kernels, "device": decoder.device, "dtypes": decoder.dtypes}
+    return make_block_drafter(config, tensors, decoder.embedding, **options)
+
+
 def outputs(sequences):
     return {name: sequence.output_tokens for name, sequence in sequences.items()}
 
@@ -127,11 +134,7 @@ def test_block_drafters_change_when_tokens_come_never_which(device, plain, kind,
     expected, _ = plain
     decoder = tiny_decoder(device)
     texts = [[*prompt, *each[str(at)]] for each in expected.values() for at, prompt in enumerate(PROMPTS)]
-    embedding = decoder.embedding
-    config, tensors = knowing(CONFIG, embedding.cpu(), texts, **kind)
-    drafter = make_block_drafter(
-        config, tensors, embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
-    )
+    drafter = knowing_drafter(decoder, texts, **kind)
     choices = {str(at): DraftPlan(drafter.name, (1, 5, 17, 60)[at]) for at in range(4)}
     engine = engine_for(drafter, decoder, ByRequest(choices))
     if not captured:
@@ -148,13 +151,10 @@ def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain
     deep. What was absorbed stays, and every draft is that of an exact verdict."""
     expected, _ = plain
     texts = [[*prompt, *expected["greedy"][str(at)]] for at, prompt in enumerate(PROMPTS)]
-    config, tensors = knowing(CONFIG, tiny_decoder().embedding, texts)
     accepted = {}
     for width in (0, WIDTHS[-1]):
         decoder = tiny_decoder(device)
-        drafter = make_block_drafter(
-            config, tensors, decoder.embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
-        )
+        drafter = knowing_drafter(decoder, texts)
         engine = engine_for(drafter, decoder, ByRequest({}, DraftPlan(drafter.name, 60)))
         sampler = engine.runner.sampler
         sampler.verify = functools.partial(widened, sampler.verify, width)
@@ -178,10 +178,7 @@ def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context)
     """It cannot commit more than it is deep; only where the context itself ends are there no slots for its nodes."""
     expected, _ = plain
     decoder = tiny_decoder(device)
-    config, tensors = knowing(CONFIG, decoder.embedding.cpu(), [[*PROMPTS[0], *expected["greedy"]["0"]]])
-    drafter = make_block_drafter(
-        config, tensors, decoder.embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
-    )
+    drafter = knowing_drafter(decoder, [[*PROMPTS[0], *expected["greedy"]["0"]]])
     sizes = replace(SIZES, max_model_len=context, max_num_batched_tokens=192)
     engine = Engine(decoder, sizes, drafters=[drafter], policy=ByRequest({}, DraftPlan(drafter.name, 60)))
     engine.runs_ahead = True

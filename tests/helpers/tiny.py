@@ -8,6 +8,15 @@ from typing import Any
 import torch
 import transformers
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}  # whole blocks of 32, as quantised weights have
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,

@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 
-TINY = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.helpers.tiny import SMALL
 
 
 @pytest.fixture
@@ -29,7 +19,7 @@ def write_model() -> Callable[..., Any]:
 
     def write(folder: Path, kind: str, max_shard_size: str = "5GB", **options: Any) -> Any:
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**(TINY | options))
+        config = getattr(transformers, f"{kind}Config")(**(SMALL | {"bos_token_id": 1, "eos_token_id": 2} | options))
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # ones and zeros would hide a mix-up

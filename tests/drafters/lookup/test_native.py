@@ -23,6 +23,7 @@ from paceline.native.library import load_library, open_library, runnable_variant
 from paceline.sampling_params import SamplingParams
 from paceline.testing import toy_config
 from tests.helpers.contract_toys import make_engine, params, prompt_of, run
+from tests.helpers.toys import sequence_of
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the native kernels are not built on Windows")
 
@@ -69,7 +70,7 @@ def check_same(both, sequences, budgets):
 
 def new_sequence(data, name, alphabet):
     prompt = data.draw(st.lists(st.sampled_from(alphabet), min_size=1, max_size=90))
-    return Sequence(name, prompt, SamplingParams().resolve({}), max_len=100_000)
+    return sequence_of(prompt, request_id=name)
 
 
 @st.composite
@@ -134,7 +135,7 @@ def test_copies_that_stray_and_branch_are_followed_alike(data, changes):
     noise = data.draw(st.randoms(use_true_random=False))
     words = [[noise.randrange(50) for _ in range(noise.randint(1, 9))] for _ in range(12)]
     for number in range(6):
-        sequence = Sequence(str(number), [1], SamplingParams().resolve({}), max_len=100_000)
+        sequence = sequence_of([1], request_id=str(number))
         for _ in range(25):
             word = list(noise.choice(words))
             for _ in range(changes):
@@ -154,7 +155,7 @@ def test_copies_that_stray_and_branch_are_followed_alike(data, changes):
 def test_a_long_text_is_followed_step_by_step(method, options, size):
     """So that tables fill, buckets collide and small rings go round, and drafts come to where they begin again."""
     both, noise = pair(method, **options), random.Random(size)
-    sequence = Sequence("0", [0, 1], SamplingParams().resolve({}), max_len=100_000)
+    sequence = sequence_of([0, 1], request_id="0")
     while len(sequence.tokens) < 900:
         start = noise.randrange(max(len(sequence.tokens) - 60, 0), len(sequence.tokens))
         copied = sequence.tokens[start : start + noise.choice([0, 0, 3, 40])]
@@ -182,7 +183,7 @@ def test_an_index_is_the_same_arrays(pieces, grows, last_position):
 def test_a_text_longer_than_its_positions_is_numbered_afresh(monkeypatch):
     monkeypatch.setattr(suffix_index, "_LAST_POSITION", 300)
     native, plain = pair("suffix", suffix_bytes=SMALL)
-    sequence = Sequence("0", [1, 2, 3], SamplingParams().resolve({}), max_len=100_000)
+    sequence = sequence_of([1, 2, 3], request_id="0")
     for step in range(600):
         sequence.tokens.append(1 + step * step % 7)
         native.level(sequence)
@@ -195,7 +196,7 @@ def test_a_text_longer_than_its_positions_is_numbered_afresh(monkeypatch):
 def test_positions_stay_where_nothing_is_new(native, monkeypatch):
     monkeypatch.setattr(suffix_index, "_LAST_POSITION", 130)
     drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]
-    sequence = Sequence("0", [1] * 300, SamplingParams().resolve({}), max_len=100_000)
+    sequence = sequence_of([1] * 300, request_id="0")
     drafter.level(sequence)
     end = drafter.states["0/0"].index.end
     drafter.index_prompt(sequence, 7)  # read again, perhaps
@@ -207,7 +208,7 @@ def test_nothing_before_a_full_ring_is_read(native):
     """The longest match that ends where the ring begins again: what lies before the text is not its own."""
     drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]
     repeated = [*range(100, 100 + DEPTH)]
-    sequence = Sequence("0", [7] * 64 + repeated, SamplingParams().resolve({}), max_len=100_000)
+    sequence = sequence_of([7] * 64 + repeated, request_id="0")
     drafter.level(sequence)
     index = drafter.states["0/0"].index
     assert index.rows == 64, "no memory to grow"
@@ -274,7 +275,7 @@ def test_an_index_that_could_not_be_made_takes_no_memory(monkeypatch):
     with monkeypatch.context() as patched:
         failing(patched, "full", 2)
         with pytest.raises(MemoryError):
-            drafter.levels([Sequence("0", [1, 2], SamplingParams().resolve({}), max_len=99)])
+            drafter.levels([sequence_of([1, 2], request_id="0")])
     assert drafter.nbytes == held
 
 
@@ -285,7 +286,7 @@ def test_every_variant_proposes_the_same(method, monkeypatch):
         library = open_library(variant)
         monkeypatch.setattr(suffix, "load_library", lambda library=library: library)
         drafter, _ = pair(method)
-        sequence = Sequence("0", [1, 2, 3, 4, 1, 2, 5, 1, 2, 3], SamplingParams().resolve({}), max_len=100)
+        sequence = sequence_of([1, 2, 3, 4, 1, 2, 5, 1, 2, 3], request_id="0")
         found_by_variant.append((drafter.level(sequence), drafter.propose([DraftRequest(sequence, 8)]).tokens.tolist()))
     assert found_by_variant == found_by_variant[:1] * len(found_by_variant)
 

@@ -23,6 +23,8 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQCon
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.tiny import SMALL
+
 FP8 = {"num_bits": 8, "type": "float"}
 PER_TOKEN = {**FP8, "strategy": "token", "dynamic": True}  # activations
 SCHEMES = {
@@ -54,9 +56,8 @@ def extremes(weight, args):
 
 def small_model():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=False)
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 def write(folder, weights, activations):

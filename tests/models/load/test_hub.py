@@ -467,19 +467,10 @@ def tiny_gguf(path: Path) -> None:
     writer.add_token_merges(["h e"])
     writer.add_eos_token_id(0)
     writer.add_chat_template("{{ messages[0].content }}")
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd": (len(tokens), 32),
-        "output_norm": (32,),
-        "blk.0.attn_norm": (32,),
-        "blk.0.ffn_norm": (32,),
-        "blk.0.attn_q": (32, 32),
-        "blk.0.attn_k": (16, 32),
-        "blk.0.attn_v": (16, 32),
-        "blk.0.attn_output": (32, 32),
-        "blk.0.ffn_gate": (32, 32),
-        "blk.0.ffn_up": (32, 32),
-        "blk.0.ffn_down": (32, 32),
-    }
+    square = ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
+    shapes |= {f"blk.0.{name}": (32,) for name in ("attn_norm", "ffn_norm")}
+    shapes |= {f"blk.0.{name}": (32, 32) for name in square} | {f"blk.0.attn_{name}": (16, 32) for name in "kv"}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
     writer.write_header_to_file()

@@ -19,18 +19,9 @@ from paceline.models.load.open_model import load_model
 from paceline.models.rope import rope_tables
 from paceline.models.spec import RopeConfig
 from paceline.models.weights import WeightKind
-from tests.helpers.tiny import write_tokenizer
+from tests.helpers.tiny import SMALL, write_tokenizer
 
-RAW: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+RAW: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **SMALL, "num_hidden_layers": 3}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

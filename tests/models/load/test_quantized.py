@@ -28,23 +28,14 @@ from paceline.models.quant.code_blocks import as_blocks
 from paceline.models.weights import StoredWeight, WeightKind
 from paceline.testing import logits_of
 from tests.helpers.errors import refused
-from tests.helpers.tiny import write_tokenizer
+from tests.helpers.tiny import SMALL, write_tokenizer
 from tests.models.load.quantized import AWQ, FORMATS, GPTQ, compressed, compressed_fp8, write_quantized
 
 LAYER = "model.layers.1.mlp.down_proj"
 TOKENS = torch.randint(0, 96, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-RAW: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],  # biases beside codes
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+RAW: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], **SMALL}  # biases beside codes
 
 
 @pytest.fixture(scope="module")

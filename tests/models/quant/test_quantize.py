@@ -21,7 +21,7 @@ from paceline.models.quant.compress import COMPRESSED, rounded_fp8, rounded_int4
 from paceline.models.quant.quantize import TARGETS, quantize, quantize_folder
 from paceline.models.weights import BLOCKS, WeightKind
 from tests.helpers.errors import refused
-from tests.helpers.tiny import save_tiny, write_tokenizer
+from tests.helpers.tiny import SMALL, save_tiny, write_tokenizer
 
 
 @pytest.mark.parametrize("kind", TARGETS.values(), ids=lambda kind: kind.name)
@@ -56,16 +56,8 @@ def sized_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
+    wider = {"intermediate_size": 256, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**(SMALL | wider))
     transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     write_tokenizer(folder, 96)
 
@@ -120,8 +112,9 @@ def test_drafting_changes_no_token_of_a_quantised_model(to: str, kept: str, acti
 def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     save_tiny("llama-tied", tmp_path / "odd")  # rows of 48
     out = tmp_path / "out"
-    with pytest.raises(BrokenModel, match="not whole blocks of 32; this model cannot be quantised"):
-        quantize_folder(tmp_path / "odd", "q8_0", out, lambda done, total: None)
+    for to, parts in (("q8_0", "blocks"), ("int4", "groups")):
+        with pytest.raises(BrokenModel, match=f"not whole {parts} of 32; this model cannot be quantised"):
+            quantize_folder(tmp_path / "odd", to, out, lambda done, total: None)
     with refused("to"):
         quantize_folder(tmp_path / "odd", "q3_k", out, lambda done, total: None)
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
@@ -170,13 +163,6 @@ def test_weights_of_zero_stay_zero() -> None:
     assert bool((codes == 8).all())
     assert not scales.any()
     assert not any(part.float().any() for part in rounded_fp8(zeros))
-
-
-def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
-    save_tiny("llama-tied", tmp_path / "odd")  # rows of 48
-    with pytest.raises(BrokenModel, match="not whole groups of 32; this model cannot be quantised"):
-        quantize_folder(tmp_path / "odd", "int4", tmp_path / "out", lambda done, total: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["odd"]
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
