@@ -100,43 +100,33 @@ def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(tin
     assert torch.equal(plain, logits_of(FromHidden(), tokens, [40, 50]))
 
 
+def forty(decoder, tokens, logit_rows, taps=()):
+    """A pass over 40 tokens in blocks that lie apart: its output, and the last layer's K."""
+    cache = KVCache(decoder.kv_specs, num_blocks=4, block_size=16, dtype=decoder.cache_dtype, device=decoder.device)
+    positions, tables = torch.arange(40), torch.tensor([[2, 0, 3]], dtype=torch.int32)
+    slots = tables[0].repeat_interleave(16)[:40] * 16 + positions % 16
+    plan = PassPlan.in_order(positions, slots, torch.zeros_like(positions), tables, 16, 40)
+    rows = torch.tensor(list(logit_rows), dtype=torch.int64)
+    with torch.inference_mode():
+        made = decoder.forward(torch.tensor(tokens[:40]), plan, cache.layers, rows, taps)
+    return made.logits, made.taps, cache.layers[-1].k[slots]
+
+
 @pytest.mark.parametrize("chosen", [range(40), (0, 7, 39), (39,), ()])
 def test_a_pass_in_one_native_call_has_the_bits_of_several_calls(tiny, chosen, monkeypatch):
     _, decoder, tokens = tiny
     assert decoder._native is not None
-    logit_rows, taps = torch.tensor(list(chosen), dtype=torch.int64), (0, decoder.config.num_layers - 1)
-
-    def once():
-        cache = KVCache(decoder.kv_specs, num_blocks=4, block_size=16, dtype=decoder.cache_dtype, device=decoder.device)
-        positions, owners, tables = (
-            torch.arange(40),
-            torch.zeros(40, dtype=torch.int64),
-            torch.tensor([[2, 0, 3]], dtype=torch.int32),
-        )
-        slots = tables[0].repeat_interleave(16)[:40] * 16 + positions % 16
-        plan = PassPlan.in_order(positions, slots, owners, tables, 16, 40)
-        made = decoder.forward(torch.tensor(tokens[:40]), plan, cache.layers, logit_rows, taps)
-        return made.logits, made.taps, cache.layers[-1].k[slots]
-
-    with torch.inference_mode():
-        whole = once()
-        monkeypatch.setattr(decoder, "_native", None)
-        for one, other in zip(whole, once(), strict=True):
-            assert torch.equal(one, other)
+    taps = (0, decoder.config.num_layers - 1)
+    whole = forty(decoder, tokens, chosen, taps)
+    monkeypatch.setattr(decoder, "_native", None)
+    assert all(map(torch.equal, whole, forty(decoder, tokens, chosen, taps)))
 
 
 @pytest.mark.parametrize("rows", [[3, 0], [0, 0, 1], [39, 40], [-1, 2]])
 def test_rows_of_logits_that_are_not_ascending_rows_of_the_pass_are_refused(tiny, rows):
     _, decoder, tokens = tiny
-    cache = KVCache(decoder.kv_specs, num_blocks=4, block_size=16, dtype=decoder.cache_dtype, device=decoder.device)
-    positions, owners, tables = (
-        torch.arange(40),
-        torch.zeros(40, dtype=torch.int64),
-        torch.tensor([[0, 1, 2]], dtype=torch.int32),
-    )
-    plan = PassPlan.in_order(positions, positions, owners, tables, 16, 40)
-    with torch.inference_mode(), pytest.raises(IndexError, match="ascending"):
-        decoder.forward(torch.tensor(tokens[:40]), plan, cache.layers, torch.tensor(rows))
+    with pytest.raises(IndexError, match="ascending"):
+        forty(decoder, tokens, rows)
 
 
 def test_bf16_weights_in_the_file_give_what_transformers_computes_from_them_in_fp32(tmp_path):

@@ -145,28 +145,26 @@ def test_usable_cores_heed_affinity_and_the_container(files, expected, tmp_path,
 MEMINFO = "MemTotal:       8000000 kB\nMemFree:        1000000 kB\nMemAvailable:   5000000 kB\n"
 
 
-def test_memory_is_the_hosts_without_a_limit(tmp_path: Path) -> None:
-    found = machine.memory(_write(tmp_path, {"proc/meminfo": MEMINFO}))
-    assert (found.total, found.available) == (8_000_000 * 1024, 5_000_000 * 1024)
+HOST = 8_000_000 * 1024
+V2 = {
+    "proc/self/cgroup": "0::/pod\n",
+    "sys/fs/cgroup/pod/memory.max": "2000000000\n",
+    "sys/fs/cgroup/pod/memory.current": "1500000000\n",
+    "sys/fs/cgroup/pod/memory.stat": "anon 1000000000\ninactive_file 300000000\n",
+    "sys/fs/cgroup/memory.max": "max\n",
+}
+V1 = {
+    "proc/self/cgroup": "4:memory:/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+}
 
 
-def test_memory_heeds_the_containers_limit_and_counts_reclaimable_pages_as_free(tmp_path: Path) -> None:
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/pod\n",
-        "sys/fs/cgroup/pod/memory.max": "2000000000\n",
-        "sys/fs/cgroup/pod/memory.current": "1500000000\n",
-        "sys/fs/cgroup/pod/memory.stat": "anon 1000000000\ninactive_file 300000000\n",
-        "sys/fs/cgroup/memory.max": "max\n",
-    }
-    found = machine.memory(_write(tmp_path, files))
-    assert (found.total, found.available) == (2_000_000_000, 800_000_000)
-
-
-def test_a_limit_above_the_hosts_memory_is_no_limit(tmp_path: Path) -> None:
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "4:memory:/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    }
-    assert machine.memory(_write(tmp_path, files)).total == 8_000_000 * 1024
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [({}, HOST, 5_000_000 * 1024), (V2, 2_000_000_000, 800_000_000), (V1, HOST, None)],
+    ids=["no limit", "pages that can be reclaimed are free", "a limit above the host's"],
+)
+def test_memory_heeds_the_containers_limit(files, total, available, tmp_path: Path) -> None:
+    found = machine.memory(_write(tmp_path, {"proc/meminfo": MEMINFO, **files}))
+    assert found.total == total
+    assert available is None or found.available == available

@@ -52,7 +52,7 @@ def test_the_package_is_marked_as_typed() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
-def test_the_entry_point_exists() -> None:
+def test_the_entry_point_exists_and_the_oracle_is_no_dependency() -> None:
     import tomllib
 
     from paceline.cli import main
@@ -60,13 +60,6 @@ def test_the_entry_point_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"paceline": f"{main.__module__.removesuffix('.app')}:main"}
     assert project["license"] == "Apache-2.0"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
-def test_the_oracle_is_no_dependency_and_gguf_is_one() -> None:
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[>=<; \[]", line)[0] for line in project["dependencies"]}
     assert "gguf" in names
     assert "transformers" not in names

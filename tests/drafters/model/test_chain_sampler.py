@@ -242,16 +242,12 @@ def test_a_chain_that_fails_is_not_asked_again_and_nothing_of_it_is_trusted():
     assert sequence.stats.num_accepted_tokens > 0
 
 
-def ahead_engine(drafter, others=(), **options):
-    return make_engine([drafter, *others], ahead=True, **options)
-
-
 def test_who_ends_or_comes_or_gives_way_while_drafts_are_under_way_changes_no_answer():
     for eos, blocks in (((), 64), ((3,), 64), ((), 22)):
         model = ChainModel(imitating)
         model.most_rows = 8
-        engine = ahead_engine(
-            DraftModelDrafter(model, eos_token_ids=eos), k=3, eos=eos, num_blocks=blocks, max_num_seqs=5
+        engine = make_engine(
+            [DraftModelDrafter(model, eos_token_ids=eos)], ahead=True, k=3, eos=eos, num_blocks=blocks, max_num_seqs=5
         )
         kinds = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8, "seed": 4, "top_k": 6}]
         requests = [
@@ -290,7 +286,7 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed, monkeypatc
     drafter = DraftModelDrafter(model)
     other = METHODS["ngram"].make(DrafterContext(model.config, torch.device("cpu"), SpeculationConfig()))
     policy = Wavering([drafter.name, drafter.name, drafter.name, other.name], seed)
-    engine = ahead_engine(drafter, policy=policy, others=[other], max_num_seqs=3)
+    engine = make_engine([drafter, other], ahead=True, policy=policy, max_num_seqs=3)
     kinds = [
         {},
         {"temperature": 0.8, "seed": 3},
@@ -312,7 +308,7 @@ def test_every_token_was_drawn_from_the_q_that_goes_with_it_whatever_is_left_of_
     monkeypatch.setattr("paceline.core.sequence.secrets.randbits", random.Random(seed).getrandbits)
     model = ChainModel(imitating, most_rows=4)
     drafter = DraftModelDrafter(model)
-    engine = ahead_engine(drafter, policy=Wavering([drafter.name], seed), max_num_seqs=4)
+    engine = make_engine([drafter], ahead=True, policy=Wavering([drafter.name], seed), max_num_seqs=4)
     kinds = [{"temperature": 0.8}, {}, {"temperature": 1.2}, {"temperature": 1.7}, {"temperature": 1.0, "seed": 3}]
     lengths = [24, 30, 12, 18, 24]
     requests = [(i, str(i), prompt_of(i, 5), params(max_tokens=lengths[i], **one)) for i, one in enumerate(kinds)]
@@ -351,7 +347,7 @@ def watch_q(engine):
 
 def test_a_draft_model_with_a_shorter_context_drafts_to_its_end_and_no_further():
     model = ChainModel(imitating, config=toy_config(VOCAB, max_positions=20))
-    engine = ahead_engine(DraftModelDrafter(model), k=3)
+    engine = make_engine([DraftModelDrafter(model)], ahead=True, k=3)
     request = (0, "a", prompt_of(0, 9), params(max_tokens=30))
     sequence = run(engine, [request])[0]["a"]
     assert engine.drafters.failures == 0

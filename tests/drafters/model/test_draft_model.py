@@ -291,13 +291,13 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("own", [True, False], ids=["erring twin", "other model"])
 def test_after_every_step_both_caches_are_those_of_a_fresh_prefill_to_the_bit(tiny, own):
     """Random rejects, plain steps in between, chunked prompts, prefix hits, cancellation and preemption."""
-    target = load_model(tiny[0], threads=1).decoder
+    target = load_model(tiny[0], device="cpu", threads=1).decoder
     chance = random.Random(7)
 
     def errs(positions):
         return torch.tensor([chance.random() < 0.3 for _ in positions], dtype=torch.bool)
 
-    model = Stumbling(target, errs) if own else load_model(tiny[1], threads=1).decoder
+    model = Stumbling(target, errs) if own else load_model(tiny[1], device="cpu", threads=1).decoder
     drafter = DraftModelDrafter(model, catch_up=24)
 
     config = EngineConfig(block_size=4, num_blocks=18, max_num_seqs=4, max_num_batched_tokens=16)
@@ -356,7 +356,7 @@ def prefill(decoder, tokens):
 
 
 def test_the_table_makes_it_from_a_models_name(tiny):
-    target = load_model(tiny[0], threads=1)
+    target = load_model(tiny[0], device="cpu", threads=1)
     threads = torch.get_num_threads()
     drafter = METHODS["draft-model"].make(context_of(target, draft_model=str(tiny[1])))
     assert torch.get_num_threads() == threads
@@ -372,7 +372,7 @@ def test_the_table_makes_it_from_a_models_name(tiny):
 
 
 def test_versions_differ_by_model(tiny):
-    target = load_model(tiny[0], threads=1)
+    target = load_model(tiny[0], device="cpu", threads=1)
     one, same, other = (
         METHODS["draft-model"].make(context_of(target, draft_model=str(folder))).version
         for folder in (*tiny[:1], *tiny)
@@ -381,7 +381,7 @@ def test_versions_differ_by_model(tiny):
 
 
 def test_it_needs_a_model(tiny):
-    target = load_model(tiny[0], threads=1)
+    target = load_model(tiny[0], device="cpu", threads=1)
     with refused("draft_model"):
         METHODS["draft-model"].make(context_of(target))
     with pytest.raises(ModelNotFound):
@@ -389,7 +389,7 @@ def test_it_needs_a_model(tiny):
 
 
 def test_another_vocabulary_is_refused_by_name(tiny, tmp_path):
-    target = load_model(tiny[0], threads=1)
+    target = load_model(tiny[0], device="cpu", threads=1)
     save_tiny("llama-tied", tmp_path)
     shifted = (
         (tmp_path / "tokenizer.json").read_text().replace('"w41":41', '"w42x":41').replace('"w41": 41', '"w42x": 41')
