@@ -19,36 +19,17 @@ from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
 from paceline.engine.sampler import Sampler
-from paceline.models.decoder import Decoder
-from paceline.models.kernels import kernels_for
 from paceline.models.plan import PassPlan, slots_of
-from paceline.models.weights import Dtypes
 from paceline.verify import verify
 from tests.helpers.contract_toys import ByRequest, context_for, exercised, params, run
-from tests.helpers.random_llama import llama
+from tests.helpers.random_llama import decoder_and_drafter, llama
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = llama()
 PROMPTS = [[(7 * at + at * at * which) % 90 for at in range(20 + 50 * which)] for which in range(4)]
 METHODS = ("ngram", "suffix", "draft-model", "bushes")
-LENGTH, K, OTHER = 50, 6, 0.12  # the draft model is the target with so much of another one
-
-
-def weights(seed):
-    generator = torch.Generator().manual_seed(seed)
-    hidden, inter, q, kv = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.q_size, CONFIG.kv_size
-    shapes = {"model.embed_tokens": (CONFIG.vocab_size, hidden), "model.norm": (hidden,)}
-    for layer in range(CONFIG.num_layers):
-        parts = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (q, hidden)}
-        parts |= {"self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q)}
-        parts |= {"mlp.gate_proj": (inter, hidden), "mlp.up_proj": (inter, hidden), "mlp.down_proj": (hidden, inter)}
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {
-        f"{name}.weight": 1 + 0.2 * part if part.dim() == 1 else 1.5 * part / part.shape[1] ** 0.5
-        for name, part in made.items()
-    }
+LENGTH, K = 50, 6
 
 
 class Bushes(HostDrafter):
@@ -80,12 +61,7 @@ class Bushes(HostDrafter):
 
 @pytest.fixture(scope="module")
 def engine():
-    own, other, kernels = weights(1), weights(2), kernels_for(DEVICE)
-    blend = {name: torch.lerp(own[name], other[name], OTHER) for name in own}
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    target, small = (
-        Decoder(CONFIG, made, kernels, device=DEVICE, dtypes=Dtypes.of(dtype, DEVICE)) for made in (own, blend)
-    )
+    target, small = decoder_and_drafter(CONFIG, DEVICE)
     drafters = [
         TABLE["ngram"].make(context_for(CONFIG, ngram_min=1, ngram_max=3)),
         TABLE["suffix"].make(context_for(CONFIG)),

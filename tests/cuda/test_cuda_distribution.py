@@ -15,11 +15,9 @@ from paceline.config import EngineConfig
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
-from paceline.models.decoder import Decoder
-from paceline.models.kernels import kernels_for
-from paceline.models.weights import Dtypes
-from tests.cuda.test_cuda import CONFIG, DEVICE, OTHER, weights
+from tests.cuda.test_cuda import CONFIG, DEVICE
 from tests.helpers.contract_toys import ByRequest, params
+from tests.helpers.random_llama import decoder_and_drafter
 
 pytestmark = pytest.mark.cuda
 PROMPT, LENGTH, K = [3, 1, 4, 1, 5], 7, 3
@@ -28,10 +26,7 @@ ANSWERS, FALSE_ALARM = 6000, 1e-4
 
 
 def engine_of(drafts):
-    own, other, kernels = weights(1), weights(2), kernels_for(DEVICE)
-    blend = {name: torch.lerp(own[name], other[name], OTHER) for name in own}
-    dtypes = Dtypes.of(torch.bfloat16 if DEVICE.type == "cuda" else torch.float32, DEVICE)
-    target, small = (Decoder(CONFIG, made, kernels, device=DEVICE, dtypes=dtypes) for made in (own, blend))
+    target, small = decoder_and_drafter(CONFIG, DEVICE)
     config = EngineConfig(
         prefix_caching=False, num_blocks=1024, block_size=16, max_num_seqs=128, max_num_batched_tokens=1024
     )

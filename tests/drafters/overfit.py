@@ -11,7 +11,8 @@ from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Dtypes
-from tests.cuda.test_cuda import CONFIG, weights
+from tests.cuda.test_cuda import CONFIG
+from tests.helpers.random_llama import random_weights
 
 BLOCK = 16
 CPU = torch.device("cpu")
@@ -19,7 +20,9 @@ CPU = torch.device("cpu")
 
 def tiny_decoder(device=CPU):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return Decoder(CONFIG, weights(1), kernels_for(device), device=device, dtypes=Dtypes.of(dtype, device))
+    torch.manual_seed(2)
+    weights = random_weights(CONFIG, 1.5)
+    return Decoder(CONFIG, weights, kernels_for(device), device=device, dtypes=Dtypes.of(dtype, device))
 
 
 @torch.inference_mode()

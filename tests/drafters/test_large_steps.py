@@ -14,32 +14,21 @@ from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.engine.sampler import Sampler
-from paceline.models.decoder import Decoder
-from paceline.models.kernels import kernels_for
-from paceline.models.weights import Dtypes
 from paceline.verify import verify
 from tests.drafters.block.dspark_reference import knowing, make
 from tests.helpers.contract_toys import ByRequest, exercised, params, run
-from tests.helpers.random_llama import llama, random_weights
+from tests.helpers.random_llama import decoder_and_drafter, llama
 
 CONFIG = llama(vocab_size=128, max_positions=256)
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
 ASKED = {"greedy": {}, "seeded": {"temperature": 0.6}}
-LENGTH, OTHER = 24, 0.12  # the draft model is the target with so much of another one
+LENGTH = 24
 CUTS = 6, 2, 5, 1  # nodes asked for in one step after the other
 
 
 @pytest.fixture(params=DEVICES, ids=lambda device: device.type)
 def device(request):
     return request.param
-
-
-def decoders(device):
-    torch.manual_seed(5)
-    own, other = random_weights(CONFIG, 1.5), random_weights(CONFIG, 1.5)
-    blend = {name: torch.lerp(own[name], other[name], OTHER) for name in own}
-    dtypes = Dtypes.of(torch.float32 if device.type == "cpu" else torch.bfloat16, device)
-    return (Decoder(CONFIG, made, kernels_for(device), device=device, dtypes=dtypes) for made in (own, blend))
 
 
 def requests_of(count, asked):
@@ -78,7 +67,7 @@ def block_drafter(decoder, device, texts):
 def test_sixteen_trees_of_sixty_nodes_change_no_answer(device, asked):
     """A pass of 976 rows: more than verification of trees is captured for, where trees are parts of wider tensors."""
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
-    decoder, _ = decoders(device)
+    decoder, _ = decoder_and_drafter(CONFIG, device)
     requests = requests_of(16, ASKED[asked])
     _, plain = answers(engine_for(decoder, [], ByRequest({}), **sizes), requests)
     drafter = block_drafter(decoder, device, [[*prompt, *plain[name]] for _, name, prompt, _ in requests])
@@ -113,7 +102,7 @@ def cuts(monkeypatch):
 @pytest.mark.parametrize("asked", ASKED)
 def test_chains_of_sixty_four_sequences_that_are_cut_once_begun_change_no_answer(device, asked, cuts):
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
-    target, small = decoders(device)
+    target, small = decoder_and_drafter(CONFIG, device)
     requests = requests_of(64, ASKED[asked])
     _, plain = answers(engine_for(target, [], ByRequest({}), **sizes), requests)
     sequences, found = answers(engine_for(target, [DraftModelDrafter(small)], Varying(), **sizes), requests)
@@ -124,7 +113,7 @@ def test_chains_of_sixty_four_sequences_that_are_cut_once_begun_change_no_answer
 
 def test_what_is_sampled_of_cut_chains_does_not_depend_on_what_is_captured(device, monkeypatch, cuts):
     """Coins are the same in all runs, and no policy looks at a clock."""
-    target, small = decoders(device)
+    target, small = decoder_and_drafter(CONFIG, device)
     engine = engine_for(target, [DraftModelDrafter(small)], Varying(), max_num_seqs=64, max_num_batched_tokens=1024)
     requests = [(0, name, prompt, params(max_tokens=LENGTH, ignore_eos=True, temperature=0.8))
                 for _, name, prompt, _ in requests_of(64, {})]  # fmt: skip
@@ -141,7 +130,7 @@ def test_what_is_sampled_of_cut_chains_does_not_depend_on_what_is_captured(devic
 def test_trees_of_the_device_and_sampled_chains_share_a_step(device):
     """Rows of a block drafter, greedy and seeded, beside rows of a draft model that draw by coins."""
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 256}
-    target, small = decoders(device)
+    target, small = decoder_and_drafter(CONFIG, device)
     ways = ({}, {"temperature": 0.6, "seed": 1}, {"temperature": 0.9})
     requests = [
         (0, name, prompt, params(max_tokens=LENGTH, ignore_eos=True, **ways[at % 3]))
