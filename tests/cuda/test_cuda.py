@@ -19,7 +19,8 @@ from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
 from paceline.engine.sampler import Sampler
-from paceline.models.plan import PassPlan, slots_of
+from paceline.models.kv_cache import slots_of
+from paceline.models.plan import PassPlan
 from paceline.verify import verify
 from tests.helpers.contract_toys import ByRequest, context_for, exercised, params, run
 from tests.helpers.random_llama import decoder_and_drafter, llama

@@ -20,8 +20,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import FINAL
-from paceline.models.kv_cache import KVSpec
-from paceline.models.plan import slots_of
+from paceline.models.kv_cache import KVSpec, slots_of
 from paceline.verify import verify
 from paceline.verify.cuda.graphs import WIDTHS
 from tests.cuda.test_cuda import CONFIG, LENGTH, PROMPTS

@@ -1,7 +1,7 @@
 """Hidden states of the target that drafters read (taps): the ring that buffers them, and batches taken from it.
 
 Behind every pass the hidden states of committed positions, and the token after each, are written into a ring. A
-device writes them from a verdict that the host has not read.
+device writes them from a verdict that the host has not read. `tapped.TappedDrafter` reads the ring before it drafts.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.base import DrafterDefaults, DraftRequest, VerifiedDraft, excluded
 from paceline.drafters.hidden_states import PromptChunk, TapBatch, TapRing
-from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import padded_tables, slots_of
+from paceline.models.kv_cache import LayerCache, slots_of
+from paceline.models.plan import padded_tables
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

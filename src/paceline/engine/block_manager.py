@@ -1,4 +1,5 @@
-"""The cache blocks that each sequence holds. Ids only; the tensors are the `KVCache`'s.
+"""The cache blocks that each sequence holds. Ids only: `models.kv_cache` has the tensors, and `slots_of` there computes
+the slots of positions from block ids.
 
 A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every
 slot is committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while

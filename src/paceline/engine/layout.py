@@ -21,7 +21,8 @@ from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import UNKNOWN, Draft, DraftShape
 from paceline.core.sequence import Sequence
 from paceline.engine.batch import Batch, Bools, Ints
-from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan, slots_of
+from paceline.models.kv_cache import slots_of
+from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, REACH, OWNER, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays

@@ -1,6 +1,7 @@
 """The tensors behind the block ids: one (K, V) pair per layer, drafters' layers after the target's.
 
-A slot is block_id * block_size + offset. The cache knows nothing of sequences; `engine.block_manager` owns the ids.
+A slot is block_id * block_size + offset; `slots_of` computes the slots of positions. The cache knows nothing of
+sequences; `engine.block_manager` owns the ids.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from torch import Tensor
 from paceline.platform.triton import require_triton
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
+    """Compute the cache slots of positions from the block tables (S, W), by each position's row of them."""
+    block = position // block_size
+    return tables.reshape(-1).take(owner * tables.shape[1] + block) * block_size + position % block_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 from paceline.core.draft import sent
 from paceline.core.verdict import UnreadVerdict
 from paceline.models.graphs import PassGraphs
-from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import PassPlan, padded_tables, slots_of
+from paceline.models.kv_cache import LayerCache, slots_of
+from paceline.models.plan import PassPlan, padded_tables
 from paceline.models.spec import ModelConfig
 
 MOST_ROWS = 512

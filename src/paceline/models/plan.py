@@ -22,12 +22,6 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 ROW_FIELDS = ("positions", "prefix", "slots", "reach", "sequence")  # one number a row, in the order of HostPlan.each
 
 
-def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
-    """Compute the cache slots of positions from the block tables (S, W), by each position's row of them."""
-    block = position // block_size
-    return tables.reshape(-1).take(owner * tables.shape[1] + block) * block_size + position % block_size
-
-
 def padded_tables(blocks: Sequence[Sequence[int]]) -> Tensor:
     """Return the (S, W) block ids of sequences, -1 beyond the end of each."""
     width = max(map(len, blocks))

@@ -21,7 +21,7 @@ from paceline.drafters.method_names import matches_method, unknown_method
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
-from paceline.models.plan import slots_of
+from paceline.models.kv_cache import slots_of
 from paceline.outputs import CompletionOutput
 from paceline.prove.replay import Verify
 from paceline.prove.report import Check

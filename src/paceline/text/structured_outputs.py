@@ -1,4 +1,7 @@
-"""Forms of an answer that a request may ask for: JSON, a schema, a regex, a choice, a grammar, tags. No torch."""
+"""Checks of the form that a request asks of its answer: JSON, a schema, a regex, a choice, a grammar, tags. No torch.
+
+`text.grammar` compiles the form and makes the masks of allowed tokens.
+"""
 
 from __future__ import annotations
 

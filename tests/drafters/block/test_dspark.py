@@ -16,7 +16,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import kernels_for
-from paceline.models.plan import slots_of
+from paceline.models.kv_cache import slots_of
 from paceline.native.library import load_library
 from tests.cuda.test_cuda import CONFIG, PROMPTS
 from tests.drafters.block.dspark_reference import (

@@ -21,7 +21,7 @@ from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, accepts_folder
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
-from paceline.models.plan import slots_of
+from paceline.models.kv_cache import slots_of
 from tests.cuda.test_cuda import CONFIG, PROMPTS
 from tests.drafters.eagle.eagles import Reference, config_for, drafter_of, overfit, random_tensors
 from tests.drafters.overfit import CPU, taps_of, tiny_decoder

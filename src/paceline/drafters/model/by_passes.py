@@ -14,8 +14,8 @@ from paceline.core.draft import Draft, Proposal
 from paceline.core.sequence import Sequence
 from paceline.drafters.base import DraftRequest
 from paceline.models.decoder import Model
-from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import PassPlan, padded_tables, slots_of
+from paceline.models.kv_cache import LayerCache, slots_of
+from paceline.models.plan import PassPlan, padded_tables
 from paceline.verify import Nodes, propose
 from paceline.verify.metadata import SamplingMetadataBuilder
 

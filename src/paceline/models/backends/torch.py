@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams
-from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import PassPlan, slots_of
+from paceline.models.kv_cache import LayerCache, slots_of
+from paceline.models.plan import PassPlan
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
 
 FEW_ROWS = 7  # rows M up to which MKL multiplies (N, K) by (K, M) faster than (M, K) by (K, N)
