@@ -107,12 +107,12 @@ class Job:
         self._progress = AnswerProgress(use_tqdm, len(prompts))
         self._client, self._prompts, self._params, self._encode = client, prompts, params, encode
         self._name = f"job-{client.next_id()}"
-        self._resolved: dict[int, SamplingParams] = {}  # by identity: most jobs have one object for all prompts
-        self._submitted: dict[str, AnswerReader] = {}  # by request id, in the order of the prompts
+        self._resolved: dict[int, SamplingParams] = {}  # key: id of the object; most jobs have one for all prompts
+        self._submitted: dict[str, AnswerReader] = {}  # key: request id; in the order of the prompts
         self._ended: list[Ended] = []
-        self._outputs: dict[str, RequestOutput] = {}  # of ended requests that `advance` has seen
+        self._outputs: dict[str, RequestOutput] = {}  # answers of ended requests that `advance` has seen
         self._wanted = 0  # number of answers that wakes the caller
-        self._num_tokens = 0  # of the outputs
+        self._num_tokens = 0  # tokens of the outputs
         self._failure: PacelineError | None = None
 
     def put(self, event: Event, /) -> None:

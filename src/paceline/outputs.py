@@ -67,10 +67,10 @@ class SpeculationStats:
     def merge(self, other: SpeculationStats) -> None:
         for name, value in vars(self).items():
             added = getattr(other, name)
-            if isinstance(value, dict):  # by method
+            if isinstance(value, dict):  # counts by method
                 for method, count in added.items():
                     value[method] = value.get(method, 0) + count
-            elif isinstance(value, list):  # by position
+            elif isinstance(value, list):  # counts by position
                 value.extend([0] * (len(added) - len(value)))
                 for position, count in enumerate(added):
                     value[position] += count
@@ -183,6 +183,6 @@ class StreamChunk:
     finish_reason: str | None = None
     output: RequestOutput | None = None  # on the last chunk of a stream: the whole answer
     kinds: list[int] = field(default_factory=list)  # TokenKind of each token: 0 is an accepted draft
-    token_texts: list[str] = field(default_factory=list)  # by token, a stop string included
-    logprobs: list[dict[int, Logprob]] | None = None  # by token, as in CompletionOutput
-    draft: tuple[str, int, int] | None = None  # of the step: method, nodes, depth
+    token_texts: list[str] = field(default_factory=list)  # text of each token, a stop string included
+    logprobs: list[dict[int, Logprob]] | None = None  # one entry for each token, as in CompletionOutput
+    draft: tuple[str, int, int] | None = None  # the step's method, nodes, depth

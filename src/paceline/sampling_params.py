@@ -69,7 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # 0: the chosen token's only; n: also the n most likely
-    prompt_logprobs: int | None = None  # as `logprobs`, for every prompt token but the first
+    prompt_logprobs: int | None = None  # `logprobs` for every prompt token but the first
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: Mapping[str, Any] | None = None  # one of structured_outputs.KINDS

@@ -31,9 +31,9 @@ from paceline.models.kv_cache import KVCache
 from paceline.platform.memory import cache_bytes
 from paceline.sampling_params import SamplingParams
 
-SHARES = (0.3, 0.6, 0.8, 0.95)  # of the rate that the engine keeps up with
+SHARES = (0.3, 0.6, 0.8, 0.95)  # shares of the rate that the engine keeps up with
 HALVINGS = 2
-MIN_REQUESTS, MAX_REQUESTS = 12, 400  # of one point of the curve
+MIN_REQUESTS, MAX_REQUESTS = 12, 400  # requests of one point of the curve
 MEANINGS = {
     "rate": "requests a second",
     "prompt": "tokens of a prompt",
@@ -131,7 +131,7 @@ class Capacity:
     traffic: Traffic
     curves: dict[str, LoadCurve]
     cache_holds: CacheHolds | None = None
-    price: float | None = None  # of one machine for an hour
+    price: float | None = None  # price of one machine for an hour
 
     def machines(self, label: str) -> int | None:
         """Return the machines that serve the traffic; None: one is too slow for the limits at any rate measured."""

@@ -35,7 +35,7 @@ class Figure:
     low: float | None = None  # 95 % interval; None where groups share prompts
     high: float | None = None
     groups: int
-    decode_ratio: float | None = None  # of the time after every request's first token
+    decode_ratio: float | None = None  # ratio over the time after every request's first token
     tau: float | None = None
     acceptance_rate: float | None = None  # accepted tokens over drafted ones
     alpha: float | None = None  # constant acceptance with the measured tokens per draft, counted by depth
@@ -65,7 +65,7 @@ class Figure:
 
     @property
     def surely_pays(self) -> bool:
-        """Whether it pays beyond chance: of several settings that gain nothing, one always looks a little better."""
+        """Return whether it pays beyond chance: of settings that gain nothing, one always looks a little better."""
         return self.pays and self.bounds[0] > 1
 
     @property
@@ -84,7 +84,7 @@ class Figure:
         return max(math.log(self.high / self.low) / (2 * INTERVAL), 1e-3)
 
 
-Figures = Mapping[tuple[int, Contender], Figure]  # by concurrency and contender, plain decoding left out
+Figures = Mapping[tuple[int, Contender], Figure]  # key: concurrency, contender; plain decoding left out
 
 
 def combined(predicted: Figures, measured: Figures) -> Figures:

@@ -48,7 +48,7 @@ class Advice:
     refused: Mapping[str, str] = field(default_factory=dict)  # draft model -> reason
     cost: PassCost | None = None
     drafters: Sequence[DrafterCost] = ()
-    activations: ActivationsCost | None = None  # of int8; None: it is not available here
+    activations: ActivationsCost | None = None  # cost of int8; None: it is not available here
     predicted: dict[tuple[int, Contender], Figure] = field(default_factory=dict)  # first half, which is chosen on
     measured: dict[tuple[int, Contender], Figure] = field(default_factory=dict)  # second half
     between: dict[tuple[int, Contender], Figure] = field(default_factory=dict)  # second half, further concurrencies
@@ -290,7 +290,7 @@ def why_off(
 
 
 def _answers_are_short(figure: Figure) -> bool:
-    """Whether decoding gains, and is the smaller part of the time."""
+    """Return whether decoding gains, and is the smaller part of the time."""
     if figure.decode_ratio is None or figure.decode_ratio < PAYS + 0.02:
         return False
     return (1 - 1 / figure.ratio) / (1 - 1 / figure.decode_ratio) < MOST_OF_IT

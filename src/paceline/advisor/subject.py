@@ -113,7 +113,7 @@ class AdviceSubject(Engines):
 
 
 def _fits_twice(path: Path) -> bool:
-    """Whether the free memory holds a model's weights once more."""
+    """Return whether the free memory holds a model's weights once more."""
     files = path.iterdir() if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf"))
     free = cpu.memory().available
@@ -133,7 +133,8 @@ class PassCost:
         return interpolated({count: interpolated(curve, drafted) for count, curve in self.decode.items()}, sequences)
 
     def verify_cost(self, sequences: int, k: int) -> float:
-        """v(k): a pass that checks k tokens of each sequence, in plain passes of as many sequences."""
+        """Return v(k): seconds of a pass with k drafted tokens per sequence, divided by those of a plain pass for the
+        same number of sequences."""
         return self.step_s(sequences, sequences * k) / self.step_s(sequences, 0)
 
 
@@ -141,7 +142,7 @@ class PassCost:
 class DrafterCost:
     method: str
     draft_model: str | None = None
-    seconds: Mapping[int, float]  # of each token drafted ahead, by sequences that draft together
+    seconds: Mapping[int, float]  # sequences that draft together -> seconds of each token drafted ahead
     memory_bytes: int
     kv_bytes: int = 0  # more for every token of context
     most_bytes: int = 0  # upper bound of its store of earlier answers; 0: it has none
@@ -158,7 +159,7 @@ class DrafterCost:
 class ActivationsCost:
     """Cost and effect of int8 activations."""
 
-    float32_s: Mapping[int, float]  # of a pass, by its rows
+    float32_s: Mapping[int, float]  # rows of a pass -> its seconds
     int8_s: Mapping[int, float]
     distance: Mapping[str, float]
 
@@ -180,7 +181,7 @@ def interpolated(points: Mapping[int, float], at: float) -> float:
 
 
 class RejectedDrafter(HostDrafter):
-    """Drafts as many tokens as its budget; the target hardly ever agrees."""
+    """Drafts `max_nodes` tokens, which the target almost never accepts."""
 
     name = "rejected"
 
@@ -310,7 +311,7 @@ def _lookup_cost(subject: AdviceSubject, drafter: Drafter, tokens: Sequence[int]
         started = subject.clock()
         drafter.propose([DraftRequest(sequence, DRAFT_DEPTH)])
         spent.append(subject.clock() - started)
-    bound = getattr(SpeculationConfig(), f"{drafter.name}_bytes", 0)  # of a store of earlier answers
+    bound = getattr(SpeculationConfig(), f"{drafter.name}_bytes", 0)  # size of a store of earlier answers
     seconds = {1: median(spent) / DRAFT_DEPTH}
     return DrafterCost(method=drafter.name, seconds=seconds, memory_bytes=held, most_bytes=bound)
 

@@ -69,7 +69,7 @@ class Cell:
     too_short: str | None = None  # the reason why there is no speed-up
     tau: float | None = None  # committed tokens per target pass
     acceptance_rate: float | None = None
-    drafted_per_position: tuple[int, ...] = ()  # by depth, from 1: drafts that reached it
+    drafted_per_position: tuple[int, ...] = ()  # number of drafts that reached each depth, from 1
     accepted_per_position: tuple[int, ...] = ()
     ttft_s: Spread | None = None
     inter_token_s: Spread | None = None  # per token after the first; those that come together share the wait equally

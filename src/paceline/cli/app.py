@@ -120,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Whether --json is given, seen before parsing, which can fail itself."""
+    """Return whether --json is given; this is asked before parsing, which can fail."""
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in flags
 

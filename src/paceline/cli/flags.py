@@ -215,7 +215,7 @@ class RunOptions(EngineOptions):
 
         values = shared_fields(self, SamplingParams)
         values |= {"logit_bias": parse_logit_bias(self.logit_bias or []), "max_tokens": self.token_limit, **more}
-        # By identity: 0 may be a value of the user's (--temperature 0), an unset flag is None, False or [].
+        # An unset flag is None, False or []; compared by identity, since the user may set 0 (--temperature 0).
         values = {
             name: value for name, value in values.items() if value is not None and value is not False and value != []
         }

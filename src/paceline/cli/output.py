@@ -53,8 +53,8 @@ class Tally:
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
-    tokens: dict[int, int] = field(default_factory=dict)  # by answer
-    text: str = ""  # of the first answer
+    tokens: dict[int, int] = field(default_factory=dict)  # key: index of the answer
+    text: str = ""  # text of the first answer
     output: RequestOutput | None = None  # None: the request is not finished
 
     def add(self, chunk: StreamChunk) -> None:

@@ -132,7 +132,7 @@ def listen(host: str, port: int) -> socket.socket:
     if not host.strip():  # to a socket that is every address
         raise InvalidParameter("host", "it is empty; to listen on every address give 0.0.0.0")
     try:
-        host.encode("idna")  # as sockets do; they raise a TypeError of two words
+        host.encode("idna")  # sockets do the same, and raise a TypeError of two words
     except UnicodeError as error:
         raise InvalidParameter("host", f"cannot listen on {short_repr(host)}: it is not the name of a host") from error
     try:

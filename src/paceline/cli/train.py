@@ -11,7 +11,7 @@ from paceline.cli.output import print_json, print_note
 from paceline.errors import InvalidParameter
 from paceline.training.registry import TRAINEES
 
-DEFAULT_MINUTES = 10.0  # of training, where neither minutes nor steps are given
+DEFAULT_MINUTES = 10.0  # minutes of training, where neither minutes nor steps are given
 
 
 @dataclass(frozen=True, kw_only=True)

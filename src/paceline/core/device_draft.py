@@ -24,7 +24,7 @@ from paceline.core.draft import (
     sent,
 )
 
-Parts = Sequence[tuple[Sequence[int], Draft]]  # drafts, and the rows of the batch that theirs are
+Parts = Sequence[tuple[Sequence[int], Draft]]  # pairs of (batch row of each draft row, draft)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class DeviceDraft(Draft):
     not known there has the parents `UNKNOWN` and depths 0, and no q.
     """
 
-    depth_bound: int = 0  # of the trees that only the device knows
+    depth_bound: int = 0  # bound for the trees that only the device knows
     device_parents: Tensor | None = None  # (B, N) int64 on the device, of the rows that are `UNKNOWN` on the host
     device_depth: Tensor | None = None  # (B, N) int64, beside `device_parents` where the trees are known to be valid
 
@@ -166,7 +166,7 @@ def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int
     node = torch.arange(width, device=tokens.device)
     parents = torch.minimum(parents.clamp_min(-1), node - 1)
     root = parents.new_zeros(batch, 1)
-    above, depth = torch.cat((root, parents + 1), 1), torch.cat((root, torch.ones_like(parents)), 1)  # by slot
+    above, depth = torch.cat((root, parents + 1), 1), torch.cat((root, torch.ones_like(parents)), 1)  # columns: slots
     for _ in range(width.bit_length()):  # pointer doubling: steps to the root
         depth, above = depth + depth.gather(1, above), above.gather(1, above)
     depth = (depth[:, 1:] - 1) % max(max_depth, 1) + 1

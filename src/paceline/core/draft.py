@@ -109,8 +109,8 @@ class Draft:
     parents: Tensor  # (B, N) int64
     depth: Tensor  # (B, N) int64
     num_nodes: Tensor  # (B,) int64
-    q: Proposal | None = None  # of chains; None: every row is deterministic
-    depth_bound: int | None = None  # of every node's depth, where the tensors are not read for it
+    q: Proposal | None = None  # proposal of chains; None: every row is deterministic
+    depth_bound: int | None = None  # bound of every node's depth, where the tensors are not read for it
 
     tokens_on_device: ClassVar[bool] = False  # the host has not seen the tokens
     token_bound: ClassVar[int] = sys.maxsize  # all tokens are in 0 ..< token_bound, where that is known
@@ -166,7 +166,7 @@ class Draft:
 
     @property
     def is_planned(self) -> bool:
-        """All but tokens, unknown trees and q's numbers are on the host."""
+        """Return whether all but tokens, unknown trees and q's numbers are on the host."""
         return self.parents.is_cpu and (self.q is None or self.q.row_of.is_cpu)
 
     def to(self, device: torch.device) -> Draft:

@@ -44,7 +44,7 @@ class Sequence:
         self.request_id = request_id
         # Answers of one wait group are waited for together by their caller.
         self.wait_group = request_id if wait_group is None else wait_group
-        self.index = index  # of the request's n answers
+        self.index = index  # index among the request's n answers
         self.key = f"{request_id}/{index}"
         self.params = params
         self.tokens: list[int] = list(prompt)
@@ -53,7 +53,7 @@ class Sequence:
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)  # tokens that end it
         self.bad_words = tuple(tuple(word) for word in bad_words)  # token ids of each
         self._edits = bool(params.penalised or bad_words or params.structured_outputs)
-        self.matcher: Matcher | None = None  # of the request's grammar
+        self.matcher: Matcher | None = None  # matcher of the request's grammar
         self.sampled = not params.greedy
         self.seed = params.sub_seed(index)
         self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # key of the draws
@@ -89,17 +89,17 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Only the last token is left to compute, and it is an output token: a draft may follow it."""
+        """Return whether only the last token is left to compute, and is an output token: a draft may follow it."""
         return self.num_uncomputed == 1 and self.num_output > 0
 
     @property
     def looks_back(self) -> bool:
-        """The next token's distribution depends on earlier tokens in ways that only the host computes."""
+        """Return whether earlier tokens change the next one's distribution in a way that only the host computes."""
         return self._edits or len(self.tokens) - self.num_prompt < self.params.min_tokens
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """The prompt has to be computed, also where the cache holds it."""
+        """Return whether the prompt has to be computed, also where the cache holds it."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property

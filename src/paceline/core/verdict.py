@@ -45,7 +45,7 @@ class VerdictRow(NamedTuple):
 
     tokens: list[int]  # the accepted ones, and one more
     path: list[int]  # the accepted nodes
-    kinds: list[int]  # of the tokens
+    kinds: list[int]  # kinds of the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Verdict:
 
     @property
     def moves(self) -> bool:
-        """Some accepted path may have to be moved into place: on the host it is known."""
+        """Return whether an accepted path may have to be moved into place; on the host: whether one has to be."""
         return self.is_cuda or any(row.path != list(range(len(row.path))) for row in self.rows)
 
     @staticmethod

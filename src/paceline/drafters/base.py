@@ -64,8 +64,8 @@ class DrafterContext:
     config: ModelConfig  # the target's
     device: torch.device
     speculation: SpeculationConfig
-    dtype: str = "auto"  # of the weights that a drafter with a model of its own stores
-    kv_dtype: str = "auto"  # of the cache, which the target's layers share with the drafter's
+    dtype: str = "auto"  # dtype of the weights that a drafter with its own model stores
+    kv_dtype: str = "auto"  # dtype of the cache, which target and drafters share
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
     token_texts: Callable[[int], str] | None = None  # text of one token, to compare vocabularies
     embedding: Tensor | None = None  # (V, H), the target's own

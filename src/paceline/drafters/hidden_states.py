@@ -39,7 +39,7 @@ class TapRing:
         self._states: Tensor | None = None  # (S * R + 1, T, H); the last row receives what is not committed
         self._tokens = torch.empty(0, dtype=torch.int64)  # (S * R + 1,)
         self._req_indices = 0
-        self._addresses = 0, 0, 0  # of states and tokens; numbers in a row of states
+        self._addresses = 0, 0, 0  # addresses of states and of tokens; numbers in a row of states
         self._native = native_ring_store() if native else None
 
     def store(self, unread: UnreadVerdict, taps: Tensor, req_indices: int) -> None:

@@ -63,7 +63,7 @@ def eagle_drafter(raw: Mapping[str, Any]) -> str | None:
 class Method(NamedTuple):
     """A drafting method as the rest of the package sees it before a drafter is made."""
 
-    name: str  # as users write it
+    name: str  # name as users write it
     make: Callable[..., Drafter]  # from a DrafterContext
     options: tuple[str, ...]  # fields of SpeculationConfig it takes, beside method and k
     needs: tuple[str, ...] = ()  # options that must be given

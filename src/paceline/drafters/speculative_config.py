@@ -90,7 +90,7 @@ def _joined(each: SequenceOf[SpeculationConfig], base: SpeculationConfig) -> Spe
         if option in SEVERAL:
             changes[option] = getattr(base, option) + tuple(name for names in known for name in names)
         elif known:
-            changes[option] = known[0]  # of one method, which a list names once
+            changes[option] = known[0]  # an option of one method, which a list names once
     methods = {one.method for one in each}
     for method in methods & METHODS.keys():
         if not METHODS[method].needs and sum(one.method == method for one in each) > 1:

@@ -44,7 +44,7 @@ class TappedDrafter(DrafterDefaults):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.block_size = 0  # of the cache; known once `bind` was called
+        self.block_size = 0  # block size of the cache; known once `bind` was called
         self._states: dict[str, TapState] = {}
         self._shift = int(self.shifted_kv)  # from a hidden state's position to its slot
         self._columns = torch.empty(0, dtype=torch.int64)  # on the device: indexing with a host tensor synchronises

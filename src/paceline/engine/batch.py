@@ -40,8 +40,8 @@ class Batch:
     count: Ints
     samples: Bools
     req_indices: Ints
-    drafts: dict[int, tuple[str, int]] = field(default_factory=dict)  # by row: method, and the most nodes
-    token_source: Ints | None = None  # (B,) row of the unread verdict that has a row's token; -1: the host knows it
+    drafts: dict[int, tuple[str, int]] = field(default_factory=dict)  # row -> method, and the most nodes
+    token_source: Ints | None = None  # (B,) row of the unread verdict that gives a row's token; -1: the host has it
 
     def __post_init__(self) -> None:
         self.ends = self.first + self.count  # positions behind the tokens that the step computes, drafts left out
@@ -75,7 +75,7 @@ class Batch:
 
     @property
     def only_decodes(self) -> bool:
-        """Every row computes its sequence's last token, and a draft."""
+        """Return whether every row computes only its sequence's last token, and a draft."""
         return self.all_sample and self.num_tokens - self.num_drafted == len(self.sequences)
 
     @property
@@ -87,7 +87,7 @@ class Batch:
 
     @property
     def place(self) -> SequenceOf[int] | dict[int, int]:
-        """Place of each row that samples among these rows."""
+        """Return the index of each row that samples, among the rows that sample."""
         return range(len(self)) if self.all_sample else {row: at for at, row in enumerate(self.sampling.tolist())}
 
     @property
@@ -96,7 +96,7 @@ class Batch:
 
     @property
     def reserved(self) -> dict[str, int]:
-        """End of the slots that the step writes for each sequence, that of its committed token included."""
+        """Return, by sequence key, the end of the slots that the step needs, including one for the token it commits."""
         ends = dict(zip([sequence.key for sequence in self.sequences], (self.ends + 1).tolist(), strict=True))
         for row, (_, max_nodes) in self.drafts.items():
             ends[self.sequences[row].key] += max_nodes
@@ -107,17 +107,17 @@ class DraftOutcome(NamedTuple):
     method: str
     nodes: int
     accepted: int  # drafted tokens the target agreed with, also those behind a stop
-    depth: int  # of the deepest node
+    depth: int  # depth of the deepest node
 
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """The outcome of a step as columns, by sequence that committed a token or failed; most readers look at ended
-    sequences only."""
+    """The outcome of a step as columns, one entry for each sequence that committed a token or failed. Most readers look
+    at ended sequences only."""
 
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)  # of the verdict
+    rows: list[int] = field(default_factory=list)  # rows of the verdict
     kinds: Callable[[int], list[int]] | None = None  # TokenKind of a sequence with a draft; a plain one's is a bonus
     paths: Callable[[int], list[int]] | None = None  # accepted nodes of a sequence's draft; None: the first ones
     drafts: dict[int, DraftOutcome] = field(default_factory=dict)
@@ -150,9 +150,9 @@ class StepTiming:
     """The seconds of one step, and whether they are typical."""
 
     num_sequences: int
-    rows: int  # of the target pass
+    rows: int  # rows of the target pass
     step_s: float  # from the end of the step before, or from the step's first launch
-    draft_s: Mapping[str, tuple[int, float]]  # by method: most nodes of a row, and seconds; not of one that caught up
+    draft_s: Mapping[str, tuple[int, float]]  # method -> most nodes of a row, and seconds; no method that caught up
     time_is_typical: bool = True  # nothing was captured or compiled in the step
     ahead: bool = False  # launched before the step before it was read
 

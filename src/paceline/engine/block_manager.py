@@ -22,7 +22,7 @@ from paceline.core.sequence import Sequence, block_hash
 from paceline.engine.batch import Ints, Tables
 
 ROOT = b"paceline"
-Reserved = Mapping[str, int]  # by sequence: end of the slots that a launched step or an early draft writes
+Reserved = Mapping[str, int]  # sequence key -> end of the slots that a launched step or an early draft writes
 NONE_RESERVED: Reserved = {}
 
 
@@ -34,8 +34,8 @@ class BlockManager:
         self._hash: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
         self._marks: list[frozenset[str]] = [frozenset()] * num_blocks
-        self._chain: dict[str, list[bytes]] = {}  # by sequence: the hashes of its full committed blocks
-        self._tables: Tables = np.full((1, 8), -1, np.int32)  # by req_index; either side doubles when it is full
+        self._chain: dict[str, list[bytes]] = {}  # sequence key -> hashes of its full committed blocks
+        self._tables: Tables = np.full((1, 8), -1, np.int32)  # rows by req_index; either side doubles when it is full
         self._req_indices = [0]  # free ones
 
     @property

@@ -30,7 +30,7 @@ class Committer:
     ) -> None:
         self._scheduler, self._drafters, self._make_text = scheduler, drafters, make_text
         self._watched: set[str] = set()  # sequences that ask for more than tokens
-        self._texts: dict[str, OutputText] = {}  # of sequences with stop strings
+        self._texts: dict[str, OutputText] = {}  # texts of sequences with stop strings
 
     def watch(self, sequence: Sequence) -> None:
         """Look closer at a sequence with stop strings, logprobs or a grammar."""
@@ -115,7 +115,7 @@ class Committer:
         if sequence.params.stop and tokens:
             try:
                 self._find_stops(result, at, sequence)
-            except Exception as problem:  # of the tokenizer: other requests have no part in it
+            except Exception as problem:  # an error of the tokenizer: it concerns no other request
                 _fail(result, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
         if sequence.matcher is not None and sequence.matcher.too_slow:
             _fail(result, at, sequence, TOO_SLOW)

@@ -46,13 +46,14 @@ class EarlyDraft:
     """Drafts begun behind a step under way, for the step after it."""
 
     draft: Draft
-    rows: dict[str, int]  # by sequence: row of the draft
+    rows: dict[str, int]  # sequence key -> row of the draft
     watch: Stopwatch | None  # None: the time was not typical
     read: bool = False  # the step under way has been read
 
 
 class _Timed(NamedTuple):
-    """The time of a method's draft, of which the step's own time includes no part that was `before`."""
+    """The time of a method's draft. `before`: it was launched in the step before, so this step's time does not include
+    it."""
 
     depth: int
     watch: Stopwatch
@@ -92,12 +93,13 @@ class DrafterSet:
         self._models = {drafter.name for drafter in drafters if _needs_model(drafter)}
         self._ring, self._on_cuda = TapRing(), False
         self._early: dict[str, EarlyDraft] = {}
-        self._timed: dict[str, _Timed] = {}  # by method, of the step that was proposed last
+        self._timed: dict[str, _Timed] = {}  # key: method; drafts of the step that was proposed last
         self._first_drafts = {one.name: (0, 0) for one in drafters if one.taps}  # drafts, and those right at first
         self.failures = 0
         self._reported: set[tuple[str, str, type]] = set()
         self._empty = functools.lru_cache(64)(Draft.empty)
-        # After a prefix hit no pair may be missing of K/V of (hidden state of t, token t + 1).
+        # True: a drafter stores K/V of (hidden state of t, token t + 1); the last shared token is recomputed after a
+        # prefix hit to supply the missing pair.
         self.shifted_kv = any(one.taps and one.kv_layers and one.shifted_kv for one in drafters)
         self.scratch_slots = {one.name: one.scratch_slots for one in drafters if one.scratch_slots}
         self.depths = {drafter.name: drafter.depth for drafter in drafters}
@@ -146,7 +148,7 @@ class DrafterSet:
         return self._serving[wish]
 
     def offer(self, method: str, rows: SequenceOf[int], sequences: SequenceOf[Sequence]) -> Offer:
-        """Return one drafter's offer for sequences, whose rows are `rows`."""
+        """Return one drafter's offer for sequences; `rows` are their rows in the step."""
         drafter = self._by_name[method]
         levels = self._levels(drafter, sequences)
         if not all(levels):
@@ -186,7 +188,7 @@ class DrafterSet:
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))
         rows, place = len(batch.sampling), batch.place
-        requests: dict[str, list[tuple[int, DraftRequest]]] = {}  # by method: row of the draft, and its request
+        requests: dict[str, list[tuple[int, DraftRequest]]] = {}  # method -> row of the draft, and its request
         for index, (method, max_nodes) in batch.drafts.items():
             if method not in self.retired:
                 request = DraftRequest(batch.sequences[index], max_nodes, min_node_probability)
@@ -248,7 +250,7 @@ class DrafterSet:
         return draft
 
     def draft_seconds(self) -> tuple[dict[str, tuple[int, float]], float]:
-        """Return depth and seconds of each method's draft in the step that was read, and their sum before that step. A
+        """Return each method's draft depth and seconds, and the seconds of those drafts launched in the step before. A
         drafter that had to catch up is left out."""
         seconds = {method: (timed.depth, timed.watch.seconds) for method, timed in self._timed.items()}
         return seconds, sum([seconds[method][1] for method, timed in self._timed.items() if timed.before])
@@ -296,7 +298,8 @@ class DrafterSet:
                 chunks.append(PromptChunk(sequence, first, count - samples, begin))
             tokens, last = sequence.tokens, first + count - 1
             if not samples and last == len(tokens) - 2 and len(tokens) > sequence.num_prompt:
-                # Computed anew but for its last token: the next step may draft, and no verdict writes its taps.
+                # All but the last token of a resumed sequence are recomputed, so the next step may draft. No verdict
+                # covers this position: its taps are written here.
                 self._ring.put(sequence.req_index, last, taps[begin + count - 1], tokens[-1])
         tapped = [drafter for drafter in self._devices if drafter.taps]
         for drafter in tapped if chunks else ():

@@ -85,7 +85,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._in_flight: InFlightStep | None = None  # launched by the last call of `step`
         self._reserved = NONE_RESERVED  # slots that drafts begun behind the step under way write
-        self._lost: tuple[list[Sequence], Exception | None] = [], None  # by a failed pass, until a step is published
+        self._lost: tuple[list[Sequence], Exception | None] = [], None  # a failed pass's, until a step is published
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

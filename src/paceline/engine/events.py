@@ -70,16 +70,16 @@ class Delta(NamedTuple):
     answer: int  # which of the request's n
     tokens: list[int]
     kinds: list[int]  # TokenKind of each
-    text: str  # of requests with stop strings, whose text the engine decodes; else empty
+    text: str  # text for requests with stop strings, which the engine decodes; else empty
     finish_reason: str | None
-    logprobs: list[TokenLogprobs] | None  # by token, of requests that asked for them
-    draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
+    logprobs: list[TokenLogprobs] | None  # one entry for each token; None: not requested
+    draft: tuple[str, int, int] | None  # the step's method, nodes, depth
 
 
 class FinishedAnswer(NamedTuple):
     number: int  # which of the request's n
     tokens: list[int]
-    text: str  # of requests with stop strings; else empty
+    text: str  # text for requests with stop strings; else empty
     finish_reason: str
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None
@@ -92,7 +92,7 @@ class Ended(NamedTuple):
     first_token_time: float  # time.perf_counter, which all processes of a machine share
     finished_time: float
     num_cached: int  # prompt tokens found in the prefix cache
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first
+    prompt_logprobs: list[TokenLogprobs] | None = None  # logprobs of all prompt tokens but the first
 
 
 class Failed(NamedTuple):

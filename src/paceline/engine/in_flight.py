@@ -42,7 +42,7 @@ class VerdictCopy:
 
     @property
     def is_over(self) -> bool:
-        """The copy is complete; False on a CPU, where there is none."""
+        """Return whether the copy is complete; False on a CPU, where there is none."""
         return self._arrived is not None and bool(self._arrived.query())
 
     def read(self) -> tuple[list[list[int]], list[int]]:
@@ -90,8 +90,8 @@ class InFlightStep:
 
     @functools.cached_property
     def unread(self) -> UnreadVerdict | None:
-        """The verdict on the device for drafters, as wide as the draft is deep: one of a captured verification has its
-        graph's width, and drafters would read positions that no token is committed to."""
+        """The verdict on the device, cut to the draft's depth. A captured verification is padded to its graph's width;
+        drafters must not read the padding."""
         batch, verdict, depth = self.batch, self.verdict, self.draft.max_depth
         if verdict is None:
             return None

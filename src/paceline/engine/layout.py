@@ -27,7 +27,7 @@ from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, REACH, OWNER, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
 CACHED_ROWS = 4096  # rows; passes up to it have their shapes cached: a hundred larger ones with trees take gigabytes
-FOLLOWS = np.array([[1], [1], [1], [1], [0], [0]])  # rows of a plan that count from a sequence's first position
+FOLLOWS = np.array([[1], [1], [1], [1], [0], [0]])  # 1 for fields to which the sequence's first position is added
 
 
 class PromptRows(NamedTuple):
@@ -48,10 +48,10 @@ class LayoutShape(NamedTuple):
     own: Ints  # rows of the pass that are no nodes
     nodes: Ints  # rows of the pass that are nodes
     used: Ints  # their indices in the (B, N) tokens of a draft
-    num_nodes: Ints  # by row of the batch
-    depths: Ints  # by row of the batch: of its deepest node
-    begin: Ints  # by row of the batch: its first row of the pass
-    node_rows: Ints  # by row that samples: the row of its first node
+    num_nodes: Ints  # nodes, by row of the batch
+    depths: Ints  # depth of the deepest node, by row of the batch
+    begin: Ints  # first row of the pass, by row of the batch
+    node_rows: Ints  # row of the first node in the pass, by row that samples
     logit_rows: Tensor  # rows whose logits are verified: each sampling sequence's last token and all its nodes
     logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1: padding
     no_path: Int32s  # (M, 0)
@@ -66,12 +66,12 @@ class PassLayout:
     tokens_on_device: bool  # some token is such a code, in rows other than trees that only the device knows
     plan: PassPlan
     prompts: list[PromptRows]
-    depths: Ints  # by row of the batch: of its deepest node; a bound, where only the device knows
+    depths: Ints  # depth of the deepest node, by row of the batch; a bound, where only the device knows
     shape: LayoutShape
 
     @property
     def is_tree(self) -> bool:
-        """Some accepted path may have to be moved into place."""
+        """Return whether an accepted path may have to be moved into place."""
         return self.shape.path is not None
 
     @property

@@ -55,7 +55,7 @@ class EngineLoop:
         self.engine, self._commands, self._sink = engine, commands, sink
         self._open: dict[str, _OpenRequest] = {}
         self._watched: set[str] = set()  # requests that are streamed, or have no first token yet
-        self._backlog: deque[events.Request] = deque()  # those that may wait, in order of arrival
+        self._backlog: deque[events.Request] = deque()  # requests that may wait, in order of arrival
         self._died: EngineDied | None = None
 
     def run(self) -> None:
@@ -257,7 +257,7 @@ class EngineThread:
         self._commands: SimpleQueue[events.Command] = SimpleQueue()
         self._receivers: dict[str, Receiver] = {}
         self._refusal: PacelineError | None = None  # set: nothing is put into the queue any more
-        self._lock = threading.RLock()  # of the refusal; a stream that is garbage may be dropped while it is held
+        self._lock = threading.RLock()  # lock of the refusal; a stream that is garbage may be dropped while it is held
         self._thread = threading.Thread(target=self._run, args=(engine, at_end), name="paceline-engine", daemon=True)
         self._thread.start()
 

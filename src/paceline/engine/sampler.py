@@ -156,7 +156,7 @@ class PromptLogprobs:
     """The logprobs of prompt tokens of a pass, on the device until they are handed out."""
 
     rows: list[PromptRows]
-    logprobs: Logprobs  # of the rows of all, in order
+    logprobs: Logprobs  # logprobs of the rows of all, in order
 
     def hand_out(self) -> None:
         """Append them to their sequences; tokens computed again after a preemption are left out."""

@@ -60,10 +60,10 @@ class Scheduler:
         self._arrival: dict[str, int] = {}
         self.waiting: list[Sequence] = []  # both lists in order of arrival
         self.running: list[Sequence] = []
-        self._rows: dict[str, Row] = {}  # of the step being scheduled, by sequence
+        self._rows: dict[str, Row] = {}  # rows of the step being scheduled, by sequence key
         self._num_tokens = self._num_drafted = 0  # in these rows
         self._changes = 0  # sequences that joined or left since the start
-        self._looking: dict[str, Sequence] = {}  # running sequences whose tokens may decide what is asked of a pass
+        self._looking: dict[str, Sequence] = {}  # running sequences of which the host must see each token
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)
@@ -173,8 +173,9 @@ class Scheduler:
         return [(sequence, end) for sequence, end in needs if len(sequence.blocks) * size < end]
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> tuple[list[tuple[int, int]], Reserved]:
-        """Return the rows of a step under way, with a number of nodes, that may draft behind it by one of these methods
-        as they do in it; and the slots that these drafts write, which are allocated where enough is left for all."""
+        """Return the rows that may draft again behind the step under way, each with its number of nodes, and the ends
+        of the slots that these drafts write. Such a row drafts by one of `methods` in the step, and its slots are
+        allocated only if a free block is left for every running sequence."""
         rows, reserved = [], {}
         for row, (method, drafted) in batch.drafts.items():
             sequence = batch.sequences[row]
@@ -191,8 +192,8 @@ class Scheduler:
 
     @property
     def has_spare_blocks(self) -> bool:
-        """A step may be scheduled before the last one is published: no sequence that ends there would make room for
-        another, and none is preempted."""
+        """Return whether the next step may be scheduled before the last one is published: no waiting sequence could
+        take the place of one that ends there, and there are blocks for all without preemption."""
         if self.waiting and (self.has_place or any(sequence.finish_reason is not None for sequence in self.running)):
             return False
         tokens = sum([len(sequence.tokens) - sequence.num_computed for sequence in self.running])
@@ -299,7 +300,7 @@ class Scheduler:
         self.blocks.free(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Another answer to the prompt is computing it; this one will find it in the prefix cache."""
+        """Return whether another answer to the prompt is computing it: this one will find it in the prefix cache."""
         if sequence.params.n == 1 or not self.blocks.prefix_caching:
             return False
         shareable = (sequence.num_prompt - 1) // self.blocks.block_size * self.blocks.block_size

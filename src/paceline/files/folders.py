@@ -46,7 +46,7 @@ def disk_errors(refusal: Callable[[OSError], PacelineError]) -> Iterator[None]:
     """Raise `refusal` of an error of the disk in the block."""
     try:
         yield
-    except BrokenPipeError:  # of the terminal
+    except BrokenPipeError:  # the terminal is closed
         raise
     except OSError as error:
         raise refusal(error) from error

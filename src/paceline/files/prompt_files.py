@@ -24,7 +24,7 @@ def read_file(path: Path, field: str) -> tuple[str, bool]:
         raise InvalidParameter(field, f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidParameter(field, f"{path} is not UTF-8 text") from error
-    # By its name, or by a first character no ordinary prompt begins with.
+    # Lines are JSON if the file's name says so, or if the text begins as no ordinary prompt does.
     return text, path.suffix in JSONL or text.lstrip().startswith('{"')
 
 

@@ -24,7 +24,7 @@ DTYPES = {
 
 
 class Header(NamedTuple):
-    dtype: str  # as safetensors spells it: F32, I8, F8_E4M3
+    dtype: str  # spelling of safetensors: F32, I8, F8_E4M3
     shape: tuple[int, ...]
 
 

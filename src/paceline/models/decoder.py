@@ -53,7 +53,7 @@ class Model(Protocol):
     def prepare(
         self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[PassShape]
     ) -> bool:
-        """Compile and capture passes of these shapes, without a write to the cache; False where none is needed."""
+        """Compile and capture passes of these shapes, without a write to the cache; return whether any was needed."""
 
     def pass_chain(self, caches: Sequence[LayerCache], block_size: int) -> PassChain | None:
         """Return chains of passes without the host between them; None where passes are not captured."""

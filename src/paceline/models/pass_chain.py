@@ -86,7 +86,7 @@ class PassChain:
         return drafted
 
     def warmup(self) -> bool:
-        """Compile the kernels between two passes, before anything is in the caches; False: chains do not work here."""
+        """Compile the kernels between two passes, before anything is in the caches; return whether chains work here."""
         row = ChainRow([0] * READ, 0, READ, 2, [0] * (READ + 2))
         zeros = torch.zeros(1, 2, dtype=torch.int64, device=self._graphs.device)
         rows = dict.fromkeys(("num_accepted", "length", "node_row", "req_index"), zeros[:, 0])

@@ -87,7 +87,7 @@ MIDDLE = {WeightKind.INT8: 0, WeightKind.INT4: 8}  # the code of the number 0 in
 class StoredWeight:
     kind: WeightKind
     data: Tensor  # numbers; codes; (N, bytes of a row) of blocks; or the layout of the kernels that packed them
-    shape: tuple[int, ...]  # of the weight this stands for, (N, K) or (N,)
+    shape: tuple[int, ...]  # shape of the weight this stands for, (N, K) or (N,)
     scales: Tensor | None = None  # (N, G) floats, of codes only
     zeros: Tensor | None = None  # (N, G) int16, the code that stands for 0; None: the middle code
     offsets: Tensor | None = None  # (N, G) floats, added; not beside zeros
@@ -185,7 +185,7 @@ def in_one_kind(weight: Tensor | StoredWeight | Sequence[StoredWeight]) -> Store
     stored = [StoredWeight.of(part) for part in parts]
     if len({part.kind for part in stored}) > 1 or stored[0].kind.is_blocks or stored[0].kind.has_scales:
         device = stored[0].data.device
-        wide = WeightKind.FLOAT32 if device.type == "cpu" else WeightKind.BFLOAT16  # as `Dtypes.of` computes
+        wide = WeightKind.FLOAT32 if device.type == "cpu" else WeightKind.BFLOAT16  # the computation's dtype
         stored = [part.to(wide, device) for part in stored]
     return joined(stored)
 
@@ -208,9 +208,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class Dtypes:
-    stored: WeightKind | None  # of weights; None: as their file has them (`kept`). Kernels may widen them
-    compute: torch.dtype  # of activations
-    cache: torch.dtype  # of K and V
+    stored: WeightKind | None  # kind of weights; None: their file's (`kept`). Kernels may widen them
+    compute: torch.dtype  # dtype of activations
+    cache: torch.dtype  # dtype of K and V
 
     @property
     def numbers(self) -> torch.dtype:

@@ -62,7 +62,7 @@ struct RowToDraft {  // block/native.BlockRow: a sequence
 };
 
 struct Drafting {  // block/native.DraftingView: one draft
-    const float* states;  // of the ring
+    const float* states;  // states in the ring
     const int64_t* tokens;
     int64_t capacity, ring_width;
     RowToDraft* rows;

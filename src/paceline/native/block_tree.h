@@ -74,7 +74,7 @@ inline float dot(const float* a, const float* b, long n) {
     long i = 0;
     for (; i + VL <= n; i += VL) sum = madd(load(a + i), load(b + i), sum);
     if (i < n) sum = madd(load_n(a + i, n - i), load_n(b + i, n - i), sum);
-#if defined(__AVX512F__) || defined(__AVX2__)  // by hand: sum_lanes takes three times as long
+#if defined(__AVX512F__) || defined(__AVX2__)  // intrinsics: sum_lanes takes three times as long
 #if defined(__AVX512F__)
     __m256 halves[2];
     memcpy(halves, &sum, sizeof halves);

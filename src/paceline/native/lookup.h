@@ -13,9 +13,9 @@ namespace lookup {
 using suffix::Row;
 
 struct Rule {  // native.RuleView
-    const suffix::Index* store;      // of `suffix`; null: there is none
-    const suffix::Weights* weights;  // of `suffix`; null: the rule is `ngram`
-    int64_t ngram_min, ngram_max;    // of `ngram`
+    const suffix::Index* store;      // store of `suffix`; null: there is none
+    const suffix::Weights* weights;  // weights of `suffix`; null: the rule is `ngram`
+    int64_t ngram_min, ngram_max;    // tokens of a match by `ngram`
 };
 
 inline Row& row_at(int64_t address) { return *reinterpret_cast<Row*>(address); }

@@ -55,7 +55,7 @@ class Pool {
     static constexpr int MOST_THREADS = 256;
     static constexpr uint64_t LOOP_MASK = (1 << 24) - 1;
     static constexpr long SPINS = 2000;  // pauses before the core is given to other threads
-    static constexpr std::chrono::microseconds PATIENCE{300};  // of spinning before a thread sleeps
+    static constexpr std::chrono::microseconds PATIENCE{300};  // time that a thread spins before it sleeps
 
     std::atomic<uint64_t> state_{0};  // loop number, number of items, next item
     alignas(64) std::atomic<long> left_{0};  // items not yet done

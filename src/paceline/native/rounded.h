@@ -40,7 +40,7 @@ template <int BITS>
 struct Dot {
     ivec total;
     void add(long, uvec codes, const int8_t* x) {
-        // By hand: GCC would load the four bytes into a register first, and there is none to spare.
+        // Inline, since GCC would load the four bytes into a register first, and there is none to spare.
         asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(codes), "m"(*(const int8_t(*)[4])x));
     }
 };
@@ -100,7 +100,7 @@ struct Dot {
 };
 #endif
 
-struct RoundedBlock {  // of one row
+struct RoundedBlock {  // one row's
     int8_t codes[BLOCK];
     float scale, scaled_sum;  // scaled_sum: scale times the sum of the codes
     int32_t starts[2];        // initial integer sum of a group: -ZERO times the sum of its codes
@@ -111,7 +111,7 @@ template <class F>
 void round_block(const float* x, RoundedBlock& to) {
     constexpr long VECS = BLOCK / VL;
     vec values[VECS];
-    ivec most = {};  // as bits, absolute values are in order, not-a-number above all
+    ivec most = {};  // bits of absolute values have their order, not-a-number above all
 #pragma GCC unroll 8
     for (long i = 0; i < VECS; i++) {
         values[i] = load(x + i * VL);
@@ -175,7 +175,7 @@ inline __attribute__((always_inline)) void add_group(const RoundedBlock* rows, c
 
 template <int M, class F>
 void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool first, const Output& to) {
-    constexpr long COLUMNS = M > BOTH_HALVES ? VL : NT;  // of the panel, in one run over k
+    constexpr long COLUMNS = M > BOTH_HALVES ? VL : NT;  // columns of the panel in one run over k
     Sums<M> sums(to);
 #pragma GCC unroll 2
     for (long from = 0; from < NT; from += COLUMNS) {

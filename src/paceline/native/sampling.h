@@ -24,7 +24,7 @@ struct Asked {
     int64_t top_k;             // 0: off
     double top_p;              // 1: off
     double coin;               // negative: the draw is seeded
-    uint64_t key;              // of the seed's noise at this position
+    uint64_t key;              // key of the seed's noise at this position
 };
 
 struct Kept {
@@ -176,7 +176,7 @@ inline uvec token_bits(uint64_t key, uvec x) {
     return x ^ x >> 14;
 }
 
-constexpr float UNIT = 4.656612873077393e-10f * 0.99999994f;  // as rng.py: the largest stays below 1
+constexpr float UNIT = 4.656612873077393e-10f * 0.99999994f;  // rng.py's: the largest stays below 1
 
 inline float unit(uint32_t bits) { return fabsf((float)(int32_t)bits + 0.25f) * UNIT; }
 

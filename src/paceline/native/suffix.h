@@ -36,7 +36,7 @@ struct Row {
     Index* own;  // null: there was no memory for one
     int64_t tail_size;
     int32_t tail[DEPTH + 2];  // the last tokens, newest first, then NO_TOKEN
-    int64_t count;            // of places
+    int64_t count;            // number of places
     Place places[MOST_PLACES];
 };
 
@@ -135,7 +135,7 @@ static int64_t find_longest(Row& row, int64_t shortest, int64_t longest) {
     row.count = 0;
     if (!row.own) return 0;
     Place& best = row.places[0];
-    int64_t length = 0;  // of the match, up to `longest`
+    int64_t length = 0;  // length of the match, up to `longest`
     for (int level = 0; level < NUM_LEVELS; level++) {
         Occurrence all[LIMIT];
         int count = occurrences(*row.own, level, row.tail, row.tail_size, all);

@@ -29,7 +29,7 @@ def no_collection() -> Iterator[None]:
 
 def expect_objects(count: int) -> None:
     """Raise the collector's threshold above `count` new objects: else it would run after each step of a large batch,
-    and at times over all objects, which takes as long as many steps."""
+    and sometimes run a full collection, which takes as long as many steps."""
     young, *older = gc.get_threshold()
     if 0 < young < count:
         gc.set_threshold(count, *older)

@@ -14,7 +14,7 @@ RESERVED = 2 << 30  # bytes of a GPU for graphs, logits and the scratch of atten
 
 
 def cache_bytes(device: torch.device, fraction: float) -> int:
-    """Compute the fraction of the device's memory that neither other uses nor passes take."""
+    """Return the bytes for the cache; on a GPU `fraction` of its memory, less the memory in use and RESERVED."""
     if device.type != "cuda":
         return ON_CPU
     torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FALSE_ALARM = 1e-6  # of one whole run of `prove`, all its tests together
+FALSE_ALARM = 1e-6  # probability for one whole run of `prove`, all its tests together
 POWER = 0.99
 ENOUGH = 20.0  # expected count of a cell from which chi-square is used far out in its tail
 POOLED = 5.0  # expected count below which cells are counted as one

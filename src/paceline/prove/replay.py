@@ -37,7 +37,7 @@ COMMITTED = 100  # tokens at which replays of a stream start
 class FixedReplay:
     """A recorded deterministic draft over the columns that matter."""
 
-    tokens: list[int]  # by node, as columns
+    tokens: list[int]  # columns of the nodes' tokens
     parents: list[int]
     logits: Tensor  # (n + 1, C)
     p: Tensor  # (n + 1, C) float64
@@ -60,7 +60,7 @@ class FixedReplay:
         reach = torch.zeros(len(self.tokens) + 1, dtype=torch.float64)
         reach[0] = 1
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            # Of equal siblings only the first can be reached.
+            # Only the first of equal siblings can be reached.
             reach[node + 1] = reach[parent + 1] * left[parent + 1, token]
             left[parent + 1, token] = 0
         return reach[:, None] * left

@@ -32,7 +32,8 @@ def record(subject: Subject, method: str) -> list[Step]:
 
 
 def replayed(subject: Subject, method: str) -> Check:
-    """Replay recorded steps. They are chosen by p and q alone, the likeliest to accept and to reject first."""
+    """Replay recorded steps. They are chosen by p and q, never by what was drawn: first those where acceptance and
+    rejection are both likely."""
     steps = record(subject, method)
     sampled = [step for step in steps if step.q is not None and len(step.tokens) > 1]
     if sampled:
@@ -92,7 +93,7 @@ def _times(subject: Subject) -> tuple[tuple[int, bool], ...]:
 
 def _openness(fixed: FixedReplay) -> float:
     """Return the probability of the least likely of an accept, a reject and a bonus."""
-    law = fixed.outcomes().sum(1)  # by the slot where the step stops
+    law = fixed.outcomes().sum(1)  # probability of each slot to be the one where the step stops
     inner = {parent + 1 for parent in fixed.parents}
     reject = sum(float(law[slot]) for slot in inner)
     return min(1 - float(law[0]), reject, 1 - reject)

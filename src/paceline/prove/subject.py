@@ -85,7 +85,7 @@ class Subject:
 
     @property
     def exact(self) -> bool:
-        """A row's arithmetic has the same bits in every pass."""
+        """Return whether a row's arithmetic has the same bits in every pass."""
         return self.llm.loaded.decoder.kernels.exact
 
     def params(self, method: str, k: int, **more: object) -> SamplingParams:

@@ -60,7 +60,7 @@ class Tap:
     keep: bool = False  # steps of sampling requests without a seed
     seen: Seen = field(default_factory=Seen)
     steps: list[Step] = field(default_factory=list)
-    runs: dict[str, list[int]] = field(default_factory=dict)  # by sequence: accepted tokens of each step
+    runs: dict[str, list[int]] = field(default_factory=dict)  # sequence key -> accepted tokens of each step
 
     def watching(self, inner: Callable[..., Verdict]) -> Callable[..., Verdict]:
         """Return the sampler's `verify`, observed."""

@@ -52,7 +52,7 @@ class AnswerText:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
-        self._decoders: dict[int, TextDecoder] = {}  # by answer
+        self._decoders: dict[int, TextDecoder] = {}  # key: index of the answer
 
     def push(self, answer: int, tokens: Sequence[int], is_last: bool) -> list[str]:
         """Return the text that each token completes: a character of several tokens belongs to its last."""

@@ -34,7 +34,7 @@ class Case:
 
     @property
     def limited(self) -> bool:
-        """The best k is the largest one tried."""
+        """Return whether the best k is the largest one tried."""
         return self.best.k == self.max_k
 
     def at_alpha(self, alpha: float) -> Case:

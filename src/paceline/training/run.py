@@ -55,7 +55,7 @@ class TrainOptions:
 
 
 class TrainingTokens(NamedTuple):
-    names: list[str]  # of the sources, by index
+    names: list[str]  # names of the sources, by index
     sequences: Sequences  # all of them
     learnt: Sequences  # without those held out
     answers: Answers  # held-out answers, to measure τ on

@@ -25,7 +25,7 @@ from paceline.verify.sample import pick_seeded_row, sample
 LogitRow = np.ndarray[Any, Any]  # (V,)
 # (row, temperature, log min_p, top_k, top_p, coin, key of the noise) -> token; a negative coin: by seed
 DrawRow = Callable[[int, float, float, int, float, float, int], int | None]
-NativeDraw = Callable[[Tensor], DrawRow | None]  # of logits (R, V); None: not of these
+NativeDraw = Callable[[Tensor], DrawRow | None]  # logits (R, V) -> DrawRow; None: native code cannot draw from them
 DRAFTED, RECOVERED, BONUS = int(TokenKind.DRAFTED), int(TokenKind.RECOVERED), int(TokenKind.BONUS)
 
 
@@ -33,7 +33,7 @@ DRAFTED, RECOVERED, BONUS = int(TokenKind.DRAFTED), int(TokenKind.RECOVERED), in
 class TokenSampler:
     """The parameters by which a sequence draws its tokens."""
 
-    temperature: float  # that float32 can hold; 0: the highest logit
+    temperature: float  # a float32 value; 0: the highest logit
     key: int
     seeded: bool
     top_k: int = 0  # 0: off

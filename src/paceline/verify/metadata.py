@@ -38,7 +38,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows of the columns: noise key, SamplingMode, temperature, top_k, top_p, min_p; then FilterSet and the bits of EXTRA.
 KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
-PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # of EXTRA
+PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # bits of EXTRA
 EDITS = PENALISED | BIASED | ALLOWED | BAD_WORDS | MIN_TOKENS | GRAMMAR
 MOST_TOP_K = 1 << 31  # tokens; more than any vocabulary, so the filter is off
 # A lower temperature could round to 0, which stands for greedy, and a higher one to infinity.
@@ -67,7 +67,7 @@ class ParamColumns:
         top_p, min_p = 1.0 if p.top_p is None else p.top_p, p.min_p or 0.0
         ints[KEY] = sequence.noise_key
         ints[KIND] = SamplingMode.GREEDY if p.greedy else SamplingMode.COIN if p.seed is None else SamplingMode.SEEDED
-        # As float32, to which verification rounds them on every device.
+        # Verification rounds temperature and min_p to float32 on every device.
         temperature = float(np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST)))
         floats[TEMPERATURE] = temperature
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
@@ -113,7 +113,7 @@ class BatchParams(NamedTuple):
 
     @property
     def edits(self) -> bool:
-        """Some sequence changes single logits."""
+        """Return whether a sequence changes single logits."""
         if not self.extra & EDITS:
             return False
         if self.extra & EDITS != MIN_TOKENS:

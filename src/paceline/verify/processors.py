@@ -123,7 +123,7 @@ class SamplingMetadata:
 
     @property
     def filters(self) -> bool:
-        """Some sequence has a filter, which drops tokens."""
+        """Return whether a sequence has a filter, which drops tokens."""
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
     @functools.cached_property
@@ -137,7 +137,7 @@ class SamplingMetadata:
 
     @property
     def edits(self) -> bool:
-        """Some sequence changes single logits."""
+        """Return whether a sequence changes single logits."""
         parts = (self.penalties, self.bias, self.allowed, self.grammar, self.bad_words, self.min_tokens)
         return any(part is not None for part in parts)
 
@@ -195,7 +195,7 @@ def edit(logits: Tensor, metadata: SamplingMetadata, nodes: Nodes) -> Tensor:
         tokens, values = metadata.bias.tokens[nodes.seq], metadata.bias.values[nodes.seq]
         logits = _add(logits, tokens, values.to(logits.dtype))
     banned = logits
-    if metadata.allowed is not None:  # by subtraction: a logit that is no number stays one, and is noticed
+    if metadata.allowed is not None:  # subtraction keeps a logit that is no number, and it is noticed
         banned = torch.where(metadata.allowed[nodes.seq], banned, banned - torch.inf)
     if metadata.grammar is not None:
         banned = _mask(banned, metadata.grammar, nodes)

@@ -25,15 +25,15 @@ from paceline.verify.outcome import outcome, take
 from paceline.verify.processors import Nodes, SamplingMetadata
 from paceline.verify.sample import pick_seeded, pick_weighted, sample
 
-CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
+CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # rng.coin's signature; others enumerate or replay
 
 
 class SamplingMode(IntEnum):
     """Ways of drawing a sequence's tokens."""
 
     GREEDY = 0
-    COIN = 1  # by a fresh coin: sampling without a seed
-    SEEDED = 2  # by the noise of its seed
+    COIN = 1  # a fresh coin: sampling without a seed
+    SEEDED = 2  # the noise of its seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def walk(
         reached = nodes.take(at)
         drawn = draw(process(logits[at], metadata, reached), draws, reached, source).numpy()
         children = used[owner] & (parents[owner] == node[:, None])
-        agrees = children & (tokens[owner] == drawn[:, None])  # of equal siblings the first is taken
+        agrees = children & (tokens[owner] == drawn[:, None])  # the first of equal siblings is taken
         last[live], leaf[live] = drawn, ~children.any(1)
         goes = agrees.any(1)
         if not goes.any():
@@ -129,8 +129,8 @@ def propose(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (R,) a token for each row of a drafter's logits, and the q (R, V) that they were drawn from.
 
-    q has the parameters of verification; it is None where no sequence draws by coins. Coins are of a lane of their own;
-    seeded and greedy rows draw the target's token if q equals p.
+    q has the parameters of verification; it is None if no sequence samples without a seed. Coins come from a separate
+    random lane (`Lane.DRAFT`). Seeded and greedy rows draw the target's token where q equals p.
     """
     processed = process(logits, metadata, nodes)
     if draws.kind is None or not draws.coins:

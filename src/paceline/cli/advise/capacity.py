@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.bench.results import Spread
     from paceline.cli.advise.command import AdviseOptions
 
-SECONDS, QUICK_SECONDS = 20.0, 4.0  # of each point of the load curve
+SECONDS, QUICK_SECONDS = 20.0, 4.0  # time of each point of the load curve
 AT_ONCE, QUICK_AT_ONCE = 64, 16  # requests that find the highest rate
 PLAIN = "plain decoding"
 

@@ -151,7 +151,7 @@ def _read_prompt_line(
 
 @dataclass(frozen=True)
 class BatchLine:
-    id: str  # as that of a PromptLine
+    id: str  # same form as a PromptLine's
     custom_id: str
     url: str
     content: Any  # messages, or the prompt

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.errors import InvalidParameter, PacelineError
 
-START = b'{"id": "'  # of every line; a torn line that begins otherwise is another program's
+START = b'{"id": "'  # beginning of every line; a torn line that begins otherwise is another program's
 
 
 class ResultFile:

@@ -88,7 +88,7 @@ def command_of(context: typer.Context) -> str:
 
 
 def _on_command_line(context: typer.Context, name: str) -> bool:
-    """Whether a flag is on the command line; a key from the environment is not."""
+    """Return whether a flag is on the command line; a key from the environment is not."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -241,5 +241,5 @@ def save_results(results: Results, folder: Path) -> list[Path]:
 
 
 def says_something(results: Results) -> bool:
-    """Whether the run gave a figure; an endpoint without a baseline has no speed-up."""
+    """Return whether the run gave a figure; an endpoint without a baseline has no speed-up."""
     return any(cell.speedup is not None or (results.endpoint and cell.tokens_per_s) for cell in results.cells)

@@ -17,7 +17,7 @@ HEADINGS = (
     *("method", "tok/s", "prompt\ntok/s", "speed-up [95 %]", "τ", "accepted"),
     *("first token\np50 / p99", "per token\np50 / p99", "request\np50 / p99", "engine", "loops", "same\ntokens"),
 )
-MOST_LINES = 4  # of one note; the report has them all
+MOST_LINES = 4  # lines of one note; the report has them all
 
 
 def print_results(results: Results) -> None:

@@ -49,7 +49,7 @@ class PromptReader:
     def read(self) -> str:
         """Return the next message or command; raise EOFError at the end and KeyboardInterrupt for Ctrl-C."""
         try:
-            return self._session.prompt().rstrip("\n")  # of a paste
+            return self._session.prompt().rstrip("\n")  # a paste may end with line ends
         except KeyboardInterrupt:
             self.discarded = bool(self._session.default_buffer.text)
             raise

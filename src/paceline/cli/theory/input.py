@@ -32,7 +32,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
 @dataclass(frozen=True)
 class Question:
     case: Case
-    k: int  # of --k, or the best; 0: none pays
+    k: int  # value of --k, or the best k; 0: none pays
     memory: MemoryUse | None
     batch: int
 

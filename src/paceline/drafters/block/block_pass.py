@@ -65,7 +65,8 @@ class BlockPasses:
             self._capture_all(recorder)
 
     def run(self, rows: BlockRows, nodes: int) -> tuple[Tensor, Tensor | None]:
-        """Return what `finish` does: (parts, B, nodes) and (B, nodes); captured drafts have `most` nodes."""
+        """Return the drafts of `finish` (parts, B, nodes) and their log probabilities (B, nodes), or None. A captured
+        pass always returns `most` nodes, and no probabilities."""
         if not self._captured:
             output = self._decoder.run(self._embed(rows.anchors), self._planned(rows), self._caches, None)
             return self._finish(output.logits, rows.anchors, nodes)

@@ -27,7 +27,7 @@ OWN_KEYS = ("tap_norm", "mask_embedding", "markov_over_draft_vocab")  # under `p
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig:
-    body: ModelConfig  # of the drafter's layers; vocab_size is the target's
+    body: ModelConfig  # the drafter's layers; vocab_size is the target's
     block_size: int  # rows of a block: the anchor and masks
     taps: tuple[int, ...]  # residual stream entering these layers of the target
     mask_token_id: int | None  # None: masks have an embedding of their own

@@ -50,7 +50,7 @@ class ContextKV:
             pointers = tap_norm, self._norm.data_ptr()
             self.view = ContextKVView(*pointers, self._fc.view, self._kv.view, len(config.taps))
         self._graphs: dict[int, CudaGraph] = {}
-        self._scratch: list[Tensor] = []  # of kernels that graphs point into
+        self._scratch: list[Tensor] = []  # scratch of kernels, which graphs point into
         self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), inputs of the graphs
 
     def bind(self, caches: SequenceOf[LayerCache], recorder: GraphRecorder | None) -> None:

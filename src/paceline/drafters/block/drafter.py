@@ -49,7 +49,7 @@ from paceline.platform.cuda_graph import GraphRecorder
 from paceline.platform.triton import require_triton
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-PADDING = np.array([0, -1, 0])[:, None, None]  # of tokens, parents and depths
+PADDING = np.array([0, -1, 0])[:, None, None]  # values of tokens, parents and depths
 PART = 64  # components of hidden states; head weights are read for this many at once
 
 
@@ -134,7 +134,7 @@ class DSparkDrafter(TappedDrafter):
         ids, size = draft_ids(config, tensors), context.config.vocab_size
         folder.check_draft_ids(ids, size, path)
         ids = ids.to(context.device)
-        # On a CPU int8 products are fastest, and a drafter may round as it likes; a GPU has the target's own dtype.
+        # A CPU drafter uses int8, the fastest, because it need not match the target's bits; a GPU the target's dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
         kernels, dtypes = context.kernels, Dtypes.of(stored, context.device)
         if context.dtype == "auto" and isinstance(kernels, NativeKernels):
@@ -257,8 +257,8 @@ class DSparkDrafter(TappedDrafter):
         return BlockRows(self.last_tokens(req_indices, lengths), lengths, starts, ends, tables)
 
     def _keys(self, sequence: Sequence) -> tuple[int, int]:
-        """Return the first block of a sequence whose keys are seen, and the positions that its blocks have slots for.
-        Blocks without the drafter's own K/V are left out: keys are rotated to their positions already."""
+        """Return the index of the first block with the drafter's own K/V, and the number of positions that the
+        sequence's blocks can hold. Earlier blocks are left out: keys are rotated to their positions already."""
         size, (start, end) = self.block_size, self.kv_range(sequence)
         known = max(end, len(sequence.tokens) - 1)
         return min(-(-start // size), known // size), min(len(sequence.blocks) * size, self.config.body.max_positions)

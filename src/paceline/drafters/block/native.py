@@ -57,7 +57,7 @@ class BlockRow(NamedTuple):
     length: int
     write_from: int  # positions whose K/V are written
     write_to: int
-    first_block: int  # of its keys
+    first_block: int  # index of the first block of keys
     end: int  # positions that its blocks have slots for
     token: int = 0  # the last one, which native code reads off the ring
 
@@ -113,8 +113,8 @@ class NativeBlocks:
         rows = [None] * 3 if markov is None else [part.data_ptr() for part in markov]
         rank = 0 if markov is None else markov[2].shape[1]
         forest = ForestView(ids.data_ptr(), *rows, self._vocab, rank, beam, min(count, self._vocab))
-        self._drafting = DraftingView(forest=forest, size=self._rows)  # of the last draft; the forest is that of all
-        self._prepared: dict[tuple[int, int], PreparedDraft] = {}  # by sequences and nodes
+        self._drafting = DraftingView(forest=forest, size=self._rows)  # the last draft; its forest is that of all
+        self._prepared: dict[tuple[int, int], PreparedDraft] = {}  # key: sequences, nodes
         self._logits = torch.empty(0, self._vocab)
 
     def bind(self, stack: NativeStack, columns: Tensor, ring: tuple[Tensor, Tensor, int]) -> None:
@@ -174,5 +174,5 @@ class NativeBlocks:
 
     @property
     def logits(self) -> Tensor:
-        """Logits (rows, V) of the last draft, in groups of a few levels, each sequence by sequence."""
+        """Return the last draft's logits (rows, V), ordered by group of levels and then by sequence."""
         return self._logits[: self._drafting.looked_at]

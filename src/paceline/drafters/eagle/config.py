@@ -29,7 +29,7 @@ UP = ("gate", "up")
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig:
-    body: ModelConfig  # of the one layer; vocab_size is the target's
+    body: ModelConfig  # the one layer; vocab_size is the target's
     fused: bool = True  # EAGLE-3; False: EAGLE-1
     layer_ids: tuple[int, ...] | None = None  # None: as published for the target's number of layers
     target_hidden_size: int = 0  # 0: the drafter's own

@@ -61,9 +61,9 @@ class EagleDrafter(TappedDrafter):
         self._cache: LayerCache | None = None
         self._recorder = GraphRecorder()
         self._graphs: dict[tuple[int, int], tuple[DraftInputs, CudaGraph]] = {}
-        self._scratch: list[Tensor] = []  # of kernels that graphs point into
+        self._scratch: list[Tensor] = []  # scratch of kernels, which graphs point into
         self._divisions: dict[tuple[int, int, int, int], object] = {}  # graphs point into these; few shapes occur
-        self._most_blocks = 0  # of a sequence
+        self._most_blocks = 0  # most blocks of a sequence
 
     @classmethod
     def from_context(cls, context: DrafterContext, method: str) -> EagleDrafter:

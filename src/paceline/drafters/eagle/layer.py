@@ -84,7 +84,7 @@ class EagleLayer:
         if self.ids is None:
             assert head is not None, "neither the checkpoint nor the target gives a head"
             return used, head
-        assert embedding is not None  # of a target that shares its embedding with its head
+        assert embedding is not None  # the target's, which shares it with its head
         return used, self._kernels.pack(embedding[self.ids])
 
     def bind(self, positions: int) -> None:

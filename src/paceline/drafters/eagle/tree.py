@@ -22,7 +22,7 @@ BELOW = DEPTH - 1  # levels whose nodes are expanded
 class TreeShape(NamedTuple):
     """Sizes of a batch's trees, which the host decides before it is drafted."""
 
-    nodes: int  # of the largest tree
+    nodes: int  # nodes of the largest tree
     children: int  # considered of each node
     width: int  # nodes expanded on a level, of the largest tree
     depth: int
@@ -68,13 +68,13 @@ def grow(
 ) -> Proposed:
     """Grow trees from logits (B, Vd) and output (B, h) of the root; row b expands at most `max_nodes[b]` nodes."""
     batch, width = len(logits), shape.width
-    widths = (max_nodes // BELOW).clamp(1, width)[:, None]  # (B, 1) as `width_of`
+    widths = (max_nodes // BELOW).clamp(1, width)[:, None]  # (B, 1) `width_of` each row
     lane = torch.arange(width, device=logits.device)
     best, ids = _best(logits, shape.children)  # (B, K)
     scores, tokens = [best], [translate(ids)]
     parents = [torch.full_like(ids, -1)]
-    outputs, numbers = features[:, None], ids.new_empty(batch, 1, 0)  # of the nodes expanded last
-    first, each = 0, shape.children  # of the last level: its first candidate, and the candidates of one parent
+    outputs, numbers = features[:, None], ids.new_empty(batch, 1, 0)  # values of the nodes expanded last
+    first, each = 0, shape.children  # the last level's first candidate, and candidates of one parent
     for level in range(1, shape.depth):
         score, chosen = scores[-1].topk(width)  # (B, W) among the last level's candidates
         number = (level - 1) * widths + lane

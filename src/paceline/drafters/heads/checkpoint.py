@@ -33,7 +33,7 @@ from paceline.models.spec import ModelConfig
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 HEADS, LAYERS, BASE = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
-PREFIX = re.compile(r"^medusa_heads?\.")  # of names in files saved with their model
+PREFIX = re.compile(r"^medusa_heads?\.")  # prefix of names in files saved with their model
 MOST_LAYERS = 64
 DIGITS = 9  # more than any head's number has
 

@@ -101,7 +101,7 @@ class MedusaDrafter(TappedDrafter):
             for head in heads[: self.depth]
         ]
         self._choice = torch.from_numpy((self._tree.depth - 1) * self._ranks + self._tree.rank).to(self.device)
-        self._recorder, self._graphs = GraphRecorder(), dict[tuple[int, int], CudaGraph]()  # by rows and depth
+        self._recorder, self._graphs = GraphRecorder(), dict[tuple[int, int], CudaGraph]()  # key: rows, depth
         self._inputs: Tensor | None = None  # (MOST_ROWS, H), input of the graphs
         if self.device.type == "cuda":
             first = next(heads[0].tensors)  # (H, H) or (V, H)

@@ -252,4 +252,4 @@ class LookupState(Generic[Index]):
         self.index = index  # None: there was no memory for one
         self.indexed = 0  # tokens
         self.at = -1  # length of the text when it was looked up
-        self.level = 0  # of that lookup
+        self.level = 0  # result of that lookup

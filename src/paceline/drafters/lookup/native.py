@@ -24,7 +24,7 @@ from paceline.drafters.lookup.store import SuffixStore
 from paceline.drafters.lookup.tree import HIT_RATE, INSERTED, LEVEL_STEPS, STORE_WEIGHT, SUBSTITUTED, THRESHOLD
 from paceline.native.library import Library
 
-PLANES = 3  # of a draft: tokens, parents and depths
+PLANES = 3  # arrays of a draft: tokens, parents and depths
 MOST_PLACES = 2 * (len(LEVELS) - 1) * LIMIT + 2
 
 

@@ -21,7 +21,7 @@ from operator import itemgetter
 from paceline.drafters.lookup.index import DEPTH, LEVELS, Context, SuffixIndex
 
 THRESHOLD = 0.1  # nodes less likely than this are not drafted
-HIT_RATE = (0.0, 0.38, 0.6, 0.75, 0.78, 0.83, *[0.86] * 3, *[0.91] * 7, *[0.93] * (DEPTH - 15))  # by tokens shared
+HIT_RATE = (0.0, 0.38, 0.6, 0.75, 0.78, 0.83, *[0.86] * 3, *[0.91] * 7, *[0.93] * (DEPTH - 15))  # index: tokens shared
 STORE_WEIGHT = 0.2  # weight of a vote from a past answer; a vote from this text has 1
 # Probabilities that the last token of a deviating copy replaced the source's token, or stands before it.
 SUBSTITUTED, INSERTED = 0.2, 0.14

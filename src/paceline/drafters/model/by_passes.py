@@ -46,7 +46,7 @@ class DraftChains:
         self.counts = counts  # nodes of each row, fixed before any token is drawn
         self.lengths = [len(sequence.tokens) for sequence in sequences]
         self.index = torch.arange(len(rows), device=device)
-        self.owners = torch.arange(len(rows))  # as `index`, on the host, where passes are planned
+        self.owners = torch.arange(len(rows))  # `index` on the host, where passes are planned
         self.ends = torch.tensor(self.lengths)  # (S,) position of the first node
         self.tokens = self.index.new_zeros(len(rows), max(counts, default=0))  # (S, K)
         self.probs: list[Tensor] = []  # q, a tensor for every depth at which a row sampled

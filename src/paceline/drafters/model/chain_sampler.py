@@ -165,8 +165,8 @@ class SamplingGraph:
 
 @torch.inference_mode()
 def warmup(graphs: SamplingGraphs) -> bool:
-    """Sample from arbitrary logits with every common set of parameters, so that no request waits for compiling; False:
-    it failed, and rows that sample are drafted pass by pass."""
+    """Sample from arbitrary logits with every common set of parameters, so that no request waits for compiling. Return
+    False if it failed: rows that sample are then drafted pass by pass."""
     logits = torch.zeros(2 * MOST_ROWS, graphs.vocab_size, device=graphs.device)
 
     def draw(kind: dict[str, float], rows: int, graphs: SamplingGraphs) -> None:

@@ -30,7 +30,7 @@ from paceline.models.load.hf_config import parse_checkpoint
 from paceline.models.load.store import PullProgress, folder_bytes, require_space
 
 CONNECT_SECONDS = 4.0
-DEADLINE_SECONDS = 8.0  # of a query with its name resolution, which has no timeout
+DEADLINE_SECONDS = 8.0  # time of a query with its name resolution, which has no timeout
 POLL_SECONDS = 0.1
 DOWNLOADED_SUFFIXES = (".safetensors", ".json", ".jinja")
 DOWNLOADED_NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")

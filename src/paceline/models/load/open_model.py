@@ -50,7 +50,7 @@ class LoadedModel:
     generation_defaults: dict[str, Any]
     extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # tensors that drafters declared; read on access
 
-    kind: WeightKind = WeightKind.FLOAT32  # of the weights in memory: of most layers' where kinds differ
+    kind: WeightKind = WeightKind.FLOAT32  # kind of most layers' weights in memory
     notes: tuple[str, ...] = ()  # for the user: where the model is not quite what its checkpoint asks for
 
     @property

@@ -56,7 +56,7 @@ class CodedWeight:
     layer: str
     shape: tuple[int, int]
     scheme: Scheme
-    parts: frozenset[str]  # those of the layout's tensors that the file has
+    parts: frozenset[str]  # tensors of the layout that the file has
     source: str
 
     @property
@@ -161,7 +161,7 @@ def _plain_parts(scheme: Scheme, n: int, k: int, groups: int) -> dict[str, Part]
     if scheme.block is not None:
         scales = ((-(-n // scheme.block[0]), -(-k // scheme.block[1])),)
     elif scheme.is_float:
-        scales = ((n, 1), (n,), (1, 1), (1,), ())  # of a row, or of the tensor
+        scales = ((n, 1), (n,), (1, 1), (1,), ())  # one scale for each row, or for the tensor
     parts = {
         "weight": Part(("F8_E4M3",) if scheme.is_float else ("I8",), ((n, k),)),
         scheme.scale: Part(FLOATS, scales),
@@ -234,7 +234,7 @@ def _read_gptq(weight: CodedWeight, part: Read) -> StoredWeight:
     data = part("qweight").t().contiguous().view(torch.uint8)
     packed = part("qzeros")
     if scheme.zeros_less_one:
-        packed = packed + ONE_EACH[scheme.bits]  # as a whole: a zero point of 0 has borrowed from the next
+        packed = packed + ONE_EACH[scheme.bits]  # one addition for all: a zero point of 0 has borrowed from the next
     zeros = _codes(packed, scheme.bits).t()
     if not scheme.zeros and bool((zeros != 2 ** (scheme.bits - 1)).any()):
         raise BrokenModel(

@@ -340,7 +340,7 @@ def plain_message(message: Message) -> dict[str, Any]:
         for part in message.content:
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
                 raise InvalidParameter("messages", f"content of type {part.type!r} is not supported; text is")
-        plain["content"] = "\n".join(part.text or "" for part in message.content)  # as in LLM.chat and vLLM
+        plain["content"] = "\n".join(part.text or "" for part in message.content)  # LLM.chat and vLLM do the same
     plain.setdefault("content", "")
     for call in plain.get("tool_calls", ()):
         try:

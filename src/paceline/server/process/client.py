@@ -53,7 +53,7 @@ class EngineClient:
         self._observers, self._on_cancel = observers, on_cancel
         self._inboxes: dict[str, RequestInbox] = {}
         self._process: EngineProcess | None = None  # takes new requests
-        self._processes: set[EngineProcess] = set()  # those that finish their last requests included
+        self._processes: set[EngineProcess] = set()  # including processes that finish their last requests
         self._failures: deque[float] = deque()  # times at which processes ended by themselves
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = self._closing = False

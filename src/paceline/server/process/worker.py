@@ -95,7 +95,7 @@ class GrammarCompiler:
 
     def __init__(self, compile: Callable[[Mapping[str, Any]], Any]) -> None:
         self._compile = compile
-        self._work: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # of the thread that compiles
+        self._work: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # the compiling thread's
         self._endless: list[Future[Any]] = []  # compilations that were given up
 
     @property

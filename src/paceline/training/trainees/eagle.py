@@ -49,7 +49,7 @@ FROZEN = ("lm_head.weight", "d2t")
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(LossOptions):
     steps: int = between(1, 64, 5)  # steps of the training-time test
-    draft_vocab: int = between(2, MOST_TOKENS, 16_384)  # of EAGLE-3; EAGLE-1 has all tokens
+    draft_vocab: int = between(2, MOST_TOKENS, 16_384)  # tokens; EAGLE-3 only, EAGLE-1 drafts all
     features: float = between(0.0, MOST_WEIGHT, 0.0)  # smooth L1 to the target's own feature: EAGLE-1's loss
     decay: float = between(0.01, 1.0, 0.8)  # weight of a step over that of the one before
     fc_norm: bool = True  # EAGLE-3.1: a norm for each tap

@@ -30,7 +30,7 @@ log = logging.getLogger("paceline")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Verify = Callable[..., Verdict]
 WIDTHS = (0, 16, 64)  # nodes of a row's draft, and the depth of its verdict
-SAMPLED_WIDTH = 16  # of drafts with a q
+SAMPLED_WIDTH = 16  # width of drafts with a q
 COLUMNS = ("key", "kind", "temperature", "top_k", "top_p", "min_p", "committed")
 FLOATS = ("temperature", "top_p", "min_p")
 TREE = ("tokens", "parents", "depth")  # may lie on the device
@@ -38,7 +38,7 @@ TREE = ("tokens", "parents", "depth")  # may lie on the device
 
 class StepKey(NamedTuple):
     form: FilterSet
-    rows: int  # of logits
+    rows: int  # rows of logits
     batch: int  # sequences
     width: int  # nodes of a draft
     sampled: bool = False  # chains with a q
@@ -62,7 +62,7 @@ class StepInputs:
         shapes |= {"seq": (rows,), "node": (rows,), "row_of": slots, "q_row": slots}
         shapes |= {"tokens": nodes, "parents": nodes, "depth": nodes}
         self._at: dict[str, tuple[slice, tuple[int, ...]]] = {}
-        self._views: dict[int, tuple[Ints, dict[str, Ints]]] = {}  # by the address of a pinned buffer
+        self._views: dict[int, tuple[Ints, dict[str, Ints]]] = {}  # key: address of a pinned buffer
         self._plain = -1  # rows of the plain greedy step in the buffer; -1: another step
         end = 0
         for name, shape in shapes.items():

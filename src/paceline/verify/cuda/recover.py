@@ -16,7 +16,7 @@ from paceline.verify.walk import CoinSource, DrawKeys
 
 
 def recover(inputs: Sampled, rows: Tensor, draws: DrawKeys, source: CoinSource, verdict: Verdict) -> None:
-    """Fill in the rows (B',; -1: skipped) of the verdict: the path to where they stopped, and the token drawn there."""
+    """Fill in the verdict's `rows` (B',), skipping -1: the accepted path and the recovered or bonus token."""
     chains, tile, count, batch = inputs.chains, inputs.tile, rows.shape[0], verdict.tokens.shape[0]
     coins = source(Lane.RESIDUAL, draws.key, draws.committed, chains.stop - 1)
     shares = chains.excess.new_empty(batch, tile.splits)
@@ -33,7 +33,7 @@ def _share(
     p, q, chains, rows, shares, count, splits,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A split's share in the weights of the last token."""
+    """Sum the weights of a row's last token over one split of the vocabulary."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0
@@ -49,7 +49,7 @@ def _recover(
     p, q, chains, rows, shares, coins, out_tokens, out_accepted, out_path, out_kinds, count, splits, depth,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The last token, by its coin, behind the accepted ones."""
+    """Draw the last token of a row by its coin, and write it behind the accepted tokens."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0

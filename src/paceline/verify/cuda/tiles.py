@@ -19,8 +19,8 @@ from paceline.platform.launch import INTERPRETED
 
 BLOCK = 4096  # tokens of a split
 STEPS = (1, 16, 64)  # nodes that kernels are compiled for
-COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # of walk.SamplingMode
-ROWS = 4096 if INTERPRETED else 1  # of a program; the interpreter's time grows with programs, a device's with rows
+COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # values of walk.SamplingMode
+ROWS = 4096 if INTERPRETED else 1  # rows of a program; the interpreter's time grows with programs, a device's with rows
 
 
 class P(NamedTuple):

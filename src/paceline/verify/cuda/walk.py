@@ -135,7 +135,7 @@ def _walk(
     length = tl.zeros([ROWS], tl.int32)
     going = live
     while tl.max(going.to(tl.int32), 0) > 0:
-        # Of equal siblings the first is taken.
+        # The first of equal siblings is taken.
         child = tl.min(tl.where(agrees & (above == at[:, None]), node, NODES), 1)
         going = going & (child < NODES)
         at = tl.where(going, child, at)

@@ -91,7 +91,7 @@ def _dealt(division: Division, by_block: bool, begin_bytes: bytes, count_bytes: 
     order = np.argsort(-blocks / turns, kind="stable")  # the largest shares begin first
     turns = turns[order]
     of = np.repeat(np.arange(len(order)), turns)
-    shares = np.zeros((4, division.shares), np.int32)  # those of no tile have no rows
+    shares = np.zeros((4, division.shares), np.int32)  # shares of no tile have no rows
     turn = np.arange(len(of)) - np.repeat(np.cumsum(turns) - turns, turns)
     shares[:, : len(of)] = begin[order][of], count[order][of], turn, turns[of]
     return shares.reshape(-1)

@@ -75,7 +75,7 @@ def laid_out(weight: StoredWeight) -> StoredWeight:
     dtype = weight.scales.dtype
     if shift is not None and not torch.equal(shift.to(dtype).double(), shift.double()):
         dtype = torch.float32
-    if dtype == torch.bfloat16 and not bool((weight.scales.abs() < 0.5).all()):  # as `expansion.FACTORS` needs it
+    if dtype == torch.bfloat16 and not bool((weight.scales.abs() < 0.5).all()):  # `FACTORS` is exact below 0.5
         dtype = torch.float32
     if weight.kind is WeightKind.INT4:
         data, zero = _nibbles(weight.data, n, k), 0

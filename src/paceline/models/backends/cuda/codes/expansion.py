@@ -12,8 +12,8 @@ from triton.experimental import gluon
 # Inline code takes four bytes of codes in a register. Two neighbouring results, of one row, are at bytes 0 and 2, or 1
 # and 3, so that a mask finds both.
 
-# Codes 0..15, low and high, as bits 4..7 of a bf16 number, whose value is then code * 2^-129: among the least numbers
-# of all the next bit up, of the exponent, counts like one of the mantissa.
+# Codes 0..15, low and high, become bits 4..7 of a bf16 number, whose value is then code * 2^-129: in numbers this
+# small the lowest bit of the exponent counts like one of the mantissa.
 LEAST = gl.constexpr(
     "{ .reg .b32 a, b, c; shl.b32 a, $4, 4; shr.u32 b, $4, 4; shr.u32 c, $4, 8;"
     " and.b32 $0, a, 0x00F000F0; and.b32 $1, b, 0x00F000F0; and.b32 $2, $4, 0x00F000F0; and.b32 $3, c, 0x00F000F0; }"

@@ -326,7 +326,7 @@ def streamed(
     gl.static_assert(GROUP == 0 or GROUP % (64 * UNROLL) == 0 or 64 * UNROLL % GROUP == 0)
     HALF: gl.constexpr = DIM // 2 if KV_HEADS > 0 else 0
     TWO: gl.constexpr = 2 if GATED or KV_HEADS > 0 else 1
-    UNITS: gl.constexpr = 1 if KIND == NIBBLE else 2  # of 16 bytes a lane, in 64 columns
+    UNITS: gl.constexpr = 1 if KIND == NIBBLE else 2  # units of 16 bytes a lane, in 64 columns
     tiles_m = gl.cdiv(rows, BM)
     first_m = (gl.program_id(0) % tiles_m) * BM
     block_n = gl.program_id(0) // tiles_m
