@@ -1,4 +1,4 @@
-"""What a vLLM user types works where the meaning is equal; anything else is a PacelineError with a sentence."""
+"""Habits of vLLM users work where the meaning is equal; anything else is a PacelineError with a sentence."""
 
 from __future__ import annotations
 

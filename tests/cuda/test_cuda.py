@@ -76,7 +76,7 @@ def engine():
 
 
 def answers(engine, wanted, methods):
-    """Of all prompts, each drafted for by its method, in one batch: sequences by request id."""
+    """Answer all prompts in one batch, each drafted for by its method: sequences by request id."""
     engine.policy.choices = {str(at): DraftPlan(method, K) for at, method in enumerate(methods) if method != "none"}
     requests = [(at, str(at), prompt, one) for at, (prompt, one) in enumerate(zip(PROMPTS, wanted, strict=True))]
     sequences, _ = run(engine, requests)

@@ -1,4 +1,4 @@
-"""What every entry of the METHODS table owes: speculation changes when tokens come, never which.
+"""The contract of every entry of the METHODS table: speculation changes when tokens come, never which.
 
 A new method joins by being in the table; `contract_toys.MAKERS` makes it for the toy target.
 """
@@ -341,7 +341,7 @@ def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    requests_strategy(st.sampled_from(["none", *METHODS]), st.integers(1, 6), longest=24, max_size=6),  # and the budget
+    requests_strategy(st.sampled_from(["none", *METHODS]), st.integers(1, 6), longest=24, max_size=6),  # and max_nodes
     st.integers(13, 40),  # blocks: two of the longest sequences never fit together at the low end
     st.integers(4, 40),  # tokens per step
     st.booleans(),
@@ -517,7 +517,7 @@ def test_steps_without_speculation_in_between_change_nothing(method):
 
 @pytest.mark.parametrize("method", WAYS)
 def test_a_closed_engine_holds_no_memory(method):
-    """By reference counts alone: on a GPU the next engine would find the memory still taken."""
+    """Reference counts alone free it: on a GPU the next engine would find the memory still taken."""
     drafter = make_drafter(method)
     engine = make_engine([drafter], ahead=method in DEVICE)
     for _ in range(2):

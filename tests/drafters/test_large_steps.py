@@ -32,7 +32,7 @@ def device(request):
 
 
 def requests_of(count, asked):
-    """Of so many prompts; where they are sampled each has a seed."""
+    """Return requests of `count` prompts; where they are sampled each has a seed."""
     prompts = [[(7 * at + at * at * which) % 120 for at in range(8 + which % 16)] for which in range(count)]
     return [
         (0, str(at), prompt, params(max_tokens=LENGTH, ignore_eos=True, **asked, **({"seed": at} if asked else {})))
@@ -88,7 +88,7 @@ class Varying(FixedPolicy):
 
 @pytest.fixture
 def cuts(monkeypatch):
-    """By draft that was begun: how many of its rows were cut."""
+    """Number of rows that were cut, for each draft that was begun."""
     found, take = [], DeviceDraft.take
 
     def taking(self, rows, counts):

@@ -147,7 +147,7 @@ def test_block_drafters_change_when_tokens_come_never_which(device, plain, kind,
 
 def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain):
     """A captured verification of 60 nodes gives verdicts of 65 tokens, more than the ring holds; trees are far less
-    deep. What was absorbed stays, and every draft is that of an exact verdict."""
+    deep. Context K/V stay, and every draft is that of an exact verdict."""
     expected, _ = plain
     texts = [[*prompt, *expected["greedy"][str(at)]] for at, prompt in enumerate(PROMPTS)]
     accepted = {}
@@ -172,7 +172,7 @@ def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain
     assert sum(narrow[0]) > 40
 
 
-@pytest.mark.parametrize("context", [None, 20 + LENGTH + 8], ids=["roomy", "full"])
+@pytest.mark.parametrize("context", [None, 20 + LENGTH + 8], ids=["spare slots", "full"])
 def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context):
     """It cannot commit more than it is deep; only where the context itself ends are there no slots for its nodes."""
     expected, _ = plain
@@ -192,7 +192,7 @@ def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context)
 
 
 def counted(drafter):
-    """How many positions each call absorbs, padding included."""
+    """Count the positions whose context K/V each call writes, padding included."""
     absorb, counts = drafter.write_context_kv, []
 
     def counting(batch):
@@ -303,5 +303,5 @@ def test_the_drafters_own_cache_is_that_of_a_pass_over_the_committed_tokens(devi
         assert torch.equal(drafter.cache.v[slots, 0, 1:], taps[:, 1, 1:])
         assert drafter.cache.v[slots, 0, 0].long().tolist() == sequence.tokens[positions[0] : end]
         checked += end - len(PROMPTS[int(sequence.request_id)])
-    assert checked > 2 * LENGTH, "answers were absorbed, not the prompts alone"
+    assert checked > 2 * LENGTH, "context K/V of answers were written, not of the prompts alone"
     assert engine.drafters.failures == 0

@@ -44,7 +44,7 @@ METHODS = st.sampled_from(["none", "none", "chain", "tree", "drawn", "tapped"])
 
 
 class Resting(ByRequest):
-    """As by request, but some steps are plain and known to be so before the step before them is read."""
+    """ByRequest, but some steps are plain and known to be so before the step before them is read."""
 
     def __init__(self, choices, often):
         super().__init__(choices)
@@ -61,10 +61,10 @@ class Resting(ByRequest):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    requests_strategy(OPTIONS, METHODS, st.integers(1, 6)),  # and the budget
+    requests_strategy(OPTIONS, METHODS, st.integers(1, 6)),  # and max_nodes
     st.integers(14, 60),  # blocks
     st.integers(4, 40),  # tokens a step
-    st.integers(1, 4),  # seats
+    st.integers(1, 4),  # req_indices
     st.booleans(),
     st.booleans(),
     st.integers(1, 4),
@@ -175,7 +175,7 @@ def test_drafters_keep_up_with_steps_taken_ahead_of_them():
     assert launched, "some steps were plain"
     assert engine.stats.num_steps > policy.planned
     assert taps.checked_slots > 50
-    assert taps.late_starts == 0, "what would leave the ring is absorbed"
+    assert taps.late_starts == 0, "context K/V are written before their taps leave the ring"
     assert engine.drafters.failures == 0
 
 

@@ -80,7 +80,7 @@ def prompt_of(shared: int, length: int) -> list[int]:
 @given(
     requests_strategy(
         st.sampled_from(["none", "chain", "tree", "drawn", "tapped"]), st.integers(0, 6)
-    ),  # method, budget
+    ),  # method, max_nodes
     st.integers(14, 40),  # blocks: two of the longest sequences never fit together at the low end
     st.integers(4, 40),  # tokens per step
     st.booleans(),

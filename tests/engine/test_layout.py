@@ -271,7 +271,7 @@ def test_a_tree_known_on_the_device_alone_is_placed_as_the_host_would(seed, num_
 
 
 def placed_on_the_device(plan):
-    """By definition; tests/models compares the kernel with the same."""
+    """Place trees by definition; tests/models compares the kernel with the same."""
     trees = plan.trees
     if trees is None:
         return plan

@@ -14,7 +14,7 @@ from tests.helpers.fakes import ChainDrafter, TapDrafter, TreeDrafter
 
 
 def by_definition(prompt, most):
-    """Of every token but the first, without any engine."""
+    """Return logprobs of every token but the first, without any engine."""
     entries = []
     for at in range(1, len(prompt)):
         scores = torch.log_softmax(torch.tensor(context_logits(prompt[:at], VOCAB)), -1)

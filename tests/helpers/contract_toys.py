@@ -40,7 +40,7 @@ from tests.helpers.results import rows_of
 
 VOCAB = 11
 HIDDEN = 128  # of a hidden state, of which the first VOCAB * VOCAB are used: whole blocks of 32, as Q8_0 weights have
-TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), lag, trees known on the device alone
+TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), unread tokens, trees known on the device alone
 
 
 @functools.lru_cache(None)
@@ -219,7 +219,7 @@ class PairDrafter(TappedDrafter):
 
 @functools.lru_cache(None)
 def medusa_heads(vocab_size, count=4):
-    """As good as heads can be that see `features`: each ranks tokens by their probability so many steps later under
+    """The best heads that see `features`: each ranks tokens by their probability so many steps later under
     `repeating` without its whisper of the whole context."""
     step = torch.zeros(HIDDEN, HIDDEN)  # from a pair to the next one
     for first, last in itertools.product(range(vocab_size), repeat=2):
@@ -263,7 +263,7 @@ def overfit_to_an_answer(drafter, tensors, embedding):
 
 
 def native_block_drafter(config, *, int8=False, **options):
-    """As a CPU with a native library drafts: in one call. `int8`: as the packaged drafter, with Q8_0 weights."""
+    """A drafter of a CPU with a native library: one call. `int8`: Q8_0 weights, as the packaged drafter has."""
     library = load_library()
     if library is None:
         pytest.skip(library_status())
@@ -374,7 +374,7 @@ def make_drafter(method, config=None):
 
 
 class ByRequest(FixedPolicy):
-    """Method and budget by request id, or the same for all."""
+    """Method and number of nodes by request id, or the same for all."""
 
     def __init__(self, choices, default=None):
         self.choices, self.default = choices, default or DraftPlan()
@@ -509,7 +509,7 @@ _PLAIN = {}  # many tests ask for the same answers
 
 
 def plain(requests, **options):
-    """What the same requests get one by one without any drafter, cache sharing or company."""
+    """Answers to the same requests one by one without any drafter, cache sharing or company."""
     results = {}
     for _, name, prompt, wanted in requests:
         key = repr((prompt, wanted, options))

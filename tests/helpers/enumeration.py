@@ -100,7 +100,7 @@ def _path(tokens, parents, node):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a check is about."""
+    """The subject of a check."""
 
     target: object
     drafter: object

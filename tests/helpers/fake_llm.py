@@ -113,7 +113,7 @@ def _answer(index: int, count: int, params: SamplingParams, reason: str) -> Comp
 
 
 class FakeStream:
-    """What LLM.stream returns: chunks, and the sequences under way, which have made one draft of two each."""
+    """The result of LLM.stream: chunks, and the sequences under way, which have made one draft of two each."""
 
     def __init__(self, chunks: Iterator[StreamChunk], prompt: int, answers: int) -> None:
         self._chunks = chunks
@@ -172,14 +172,14 @@ class FakeTokenizer:
 
 
 def module() -> types.ModuleType:
-    """What to put in sys.modules in place of paceline.llm."""
+    """Return a module for sys.modules in place of paceline.llm."""
     fake = types.ModuleType("paceline.llm")
     fake.LLM = FakeLLM  # type: ignore[attr-defined]
     return fake
 
 
 class Result:
-    """What a command left behind."""
+    """The exit status and output of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -205,7 +205,7 @@ def start(*arguments: str, delay_s: float = 0.05, **more: Any) -> subprocess.Pop
 
 
 class Screen:
-    """What a pseudo-terminal shows, consumed piece by piece."""
+    """The text that a pseudo-terminal shows, consumed piece by piece."""
 
     def __init__(self, terminal: int) -> None:
         self.terminal, self.unread = terminal, ""

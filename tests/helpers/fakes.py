@@ -120,7 +120,7 @@ class NaNDrafter(DrawnChainDrafter):
 
 
 class GreedyBudgetDrafter(ChainDrafter):
-    """Ignores its budget."""
+    """Ignores `max_nodes`."""
 
     def propose(self, rows):
         width = max(row.max_nodes for row in rows) + 3

@@ -10,7 +10,7 @@ from paceline.sampling_params import SamplingParams
 
 
 def thread_seconds(run):
-    """What `run` takes this thread: other programs' time does not count."""
+    """Return this thread's seconds of `run`: other programs' time does not count."""
     started = time.thread_time()
     run()
     return time.thread_time() - started

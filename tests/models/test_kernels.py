@@ -445,7 +445,7 @@ BLOCK_ENDS = [13, *[37] * 8, *[300] * 8]  # behind the last row of its block; th
 
 
 def block_and_dense(attention: Callable[..., Tensor], window: int | None, by_slot: int) -> tuple[Tensor, Tensor]:
-    """What the kernels make of two blocks and a plain row, and the softmax over their keys written out in float64."""
+    """Return the kernels' result for two blocks and a plain row, and the softmax over their keys in float64."""
     state, q, group = scene([37, 300], 2, 16), torch.randn(len(BLOCK_ROWS), 4, 16), 2
     got = attention(q, state.block(BLOCK_ROWS, BLOCK_ENDS, by_slot), state.cache, 0.2, window)
     expected = []

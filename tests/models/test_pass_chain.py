@@ -129,7 +129,7 @@ def test_it_goes_on_behind_what_only_the_device_knows() -> None:
 
 
 def test_tokens_may_be_sampled_between_passes() -> None:
-    """What is sampled is read by the next pass, stands in the cache, and is what was drafted."""
+    """A sampled token is read by the next pass, stands in the cache, and is drafted."""
     scene, asked = Scene(), []
     rows = [scene.row(20, 2, 2), scene.row(17, 1, 2)]
 

@@ -1,4 +1,4 @@
-"""What the machine offers, read from injected files, and the AMX guard with children that live, die or hang."""
+"""Cores and memory, read from injected files, and the AMX guard with children that live, die or hang."""
 
 from __future__ import annotations
 

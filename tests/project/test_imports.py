@@ -181,7 +181,7 @@ def test_the_public_names_are_all_there() -> None:
 
 
 def names_of(module: str) -> set[str]:
-    """What a module defines or imports at its top level, and the modules of a package."""
+    """Return the names that a module defines or imports at its top level, and the modules of a package."""
     path = SOURCE.parent / module.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     found = {one.stem for one in path.glob("*")} if path.is_dir() else set()

@@ -84,7 +84,7 @@ print(json.dumps({"file": paceline.__file__, "kernels": kernels.name, "exact": k
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make wheel` makes it, from the libraries that are built already: they come of the same setup.py."""
+    """Build the wheel as `make wheel` does, from the libraries that are built already by the same setup.py."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)

@@ -28,7 +28,7 @@ def delta(count: int, answer: int = 0) -> Delta:
 
 
 def ended(*counts: tuple[int, int]) -> Ended:
-    """By answer: tokens and passes."""
+    """The end of a request; `counts`: tokens and passes of each answer."""
     stats = [SpeculationStats(num_target_passes=passes, num_committed_tokens=tokens) for tokens, passes in counts]
     answers = [
         FinishedAnswer(at, [7] * each.num_committed_tokens, "", "stop", None, None, each)
@@ -61,7 +61,7 @@ def test_an_answer_that_is_not_streamed_is_counted_at_its_end() -> None:
     assert (value(metrics, FIRST), value(metrics, TOKENS), value(metrics, PASSES)) == (1, 8, 5)
 
 
-def test_tokens_of_an_answer_that_nobody_waited_for_were_made_all_the_same() -> None:
+def test_tokens_of_a_cancelled_or_failed_answer_are_counted() -> None:
     metrics = Metrics()
     for end in (lambda: metrics.cancelled("r"), lambda: metrics.observe(Failed("r", RequestFailed("late")))):
         metrics.submitted("r", 3, None)

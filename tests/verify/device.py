@@ -31,7 +31,7 @@ def interpreted():
 
 
 def served(device):
-    """What a seam gives out: the kernels of the package `device`, for tensors on the CPU."""
+    """Return the kernels of the package `device` as the dispatch gives them out, for tensors on the CPU."""
     if interpreted():
         return device
 

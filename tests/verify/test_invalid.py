@@ -106,7 +106,7 @@ def test_a_ban_of_every_token_is_not_taken_for_a_broken_model():
 
 @torch.inference_mode()
 def test_a_bound_of_the_depth_may_exceed_it():
-    """As where only the device knows the trees: the verdict is wider, and the same."""
+    """Where only the device knows the trees the verdict is wider, and otherwise the same."""
     sampler, generator = Sampler(40, frozenset({2}), torch.device("cpu")), torch.Generator().manual_seed(3)
     for asked in ("greedy", "sampled", "penalties"):
         for kind in ("trees", "trees and sampled chains"):

@@ -1,4 +1,4 @@
-"""What a batch asks for, put together from what each of its sequences asks for."""
+"""The sampling metadata of a batch, put together from the parameters of its sequences."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_temperature_too_low_for_float32_is_not_taken_for_none():
 
 
 def test_a_seat_that_changes_hands_holds_the_parameters_of_its_new_sequence():
-    """And a sequence that comes back to another seat keeps its own."""
+    """And a sequence that comes back to another index keeps its own."""
     builder = SamplingMetadataBuilder(11, frozenset({4}), torch.device("cpu"))
     first, second = (
         Sequence(name, [1], SamplingParams(temperature=temperature, top_k=3).resolve({}), max_len=9)

@@ -295,7 +295,7 @@ WISHES = (
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
 def test_the_packaged_drafter_changes_no_answer(smollm2_path, activations):
-    """As a CPU drafts by default: in native code, with int8 weights and activations; here always, and all together."""
+    """A CPU drafts like this by default, in native code with int8 weights; here in every step, for all requests."""
     texts = ["one two three four. one two three four. one two", "The capital of France is", "Once upon a time", "def f"]
     prompts = [texts[at % len(texts)] for at in range(len(WISHES))]
     with LLM(str(smollm2_path), device="cpu", activations=activations, max_model_len=256) as llm:
@@ -317,7 +317,7 @@ def test_the_packaged_drafter_changes_no_answer(smollm2_path, activations):
 
 @pytest.mark.parametrize("nodes", [1, 15])
 def test_a_drafter_that_is_hardly_ever_right_is_reported_once(nodes, decoder, caplog):
-    """Of random weights: of 96 tokens one is right now and then, and of a wide tree's more often."""
+    """A drafter of random weights: now and then one of 96 tokens is right, and of a wide tree's more often."""
     config = drafter_config(CONFIG)
     requests = [(0, str(at), prompt, params(max_tokens=40, ignore_eos=True)) for at, prompt in enumerate(PROMPTS)]
     texts = list(answers(Engine(decoder, replace(SIZES, num_blocks=64)), requests).values())

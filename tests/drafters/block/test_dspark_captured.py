@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""DSpark as on a GPU, drafts and absorbing captured, through Triton's interpreter: a replay runs what was captured; and
+"""DSpark as on a GPU, drafts and context K/V captured, through Triton's interpreter: a replay runs the same work; and
 by native code, in one call."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VARIANTS = runnable_variants()
 
 
 class Repeats:
-    """As a recorder of graphs: a replay runs the work again."""
+    """A recorder of graphs whose replay runs the work again."""
 
     def capture(self, work):
         def replay():
@@ -48,7 +48,7 @@ class Repeats:
 
 
 def scene(kernels, recorder, lengths, monkeypatch):
-    """A drafter whose sequences are absorbed up to their last token; (drafter, sequences, seats, lengths)."""
+    """Return a drafter with the context K/V of its sequences up to their last token, and the sequences."""
     monkeypatch.setattr(block_pass, "SEQUENCES", (2,))
     monkeypatch.setattr(division, "PROGRAMS", 16)  # the interpreter runs one program after the other
     monkeypatch.setattr(context_kv, "POSITIONS", (16,))
@@ -59,7 +59,7 @@ def scene(kernels, recorder, lengths, monkeypatch):
     drafter._recorder = lambda: recorder
     cache = KVCache(drafter.kv_layers, num_blocks=12, block_size=BLOCK, dtype=torch.float32, device=CPU)
     for layer in cache.layers:
-        layer.k.fill_(float("nan"))  # of slots that no position was absorbed into nothing may be read
+        layer.k.fill_(float("nan"))  # slots without context K/V may not be read
         layer.v.fill_(float("nan"))
     drafter.bind(cache.layers, BLOCK)
     ring = TapRing()
@@ -93,7 +93,7 @@ OTHERS |= {variant: lambda variant=variant: (NativeKernels(open_library(variant)
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_captured_and_native_drafts_are_those_of_the_reference_kernels(other, monkeypatch):
-    """Three sequences; captured, they are drafted for in two parts, the second padded, and absorbed in two as well."""
+    """Three sequences; captured, they are drafted for in two parts, the second padded, and so is their context K/V."""
     drafts, caches, lengths = [], [], [5, 18, 8]
     for kernels, recorder in ((None, None), OTHERS[other]()):
         drafter, sequences = scene(kernels, recorder, lengths, monkeypatch)

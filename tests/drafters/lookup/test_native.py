@@ -248,7 +248,7 @@ def failing(monkeypatch, name, after):
     ],
 )
 def test_where_memory_is_missing_nothing_has_changed(method, name, after, native, monkeypatch):
-    """Of one of two texts: what was kept still serves, and the other one misses nothing."""
+    """Memory is missing for one of two texts: its stored part still serves, and the other one misses nothing."""
     drafter, fresh = pair(method)[0 if native else 1], pair(method)[1]
     texts = [[1, 2, 3, 4, 5], [*range(30)] * 2]
     sequences = [Sequence(str(i), text, SamplingParams().resolve({}), max_len=9_999) for i, text in enumerate(texts)]

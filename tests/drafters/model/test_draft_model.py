@@ -1,4 +1,4 @@
-"""A model as drafter: its K/V, its lag, its q. That it changes no output is the contract's business."""
+"""A model as drafter: its K/V, its unread tokens, its q. The contract suite shows that it changes no output."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_every_coin_is_drawn_once_and_from_its_own_lane(monkeypatch):
 
 
 def test_two_proposals_for_one_context_are_equal():
-    """As after a step that failed elsewhere."""
+    """A step that failed elsewhere is drafted for again."""
     drafter = bound(DraftModelDrafter(FunctionModel(imitating)), 8)
     sequence = sequence_of(prompt_of(0, 9), list(range(8)))
     drafter.admit(sequence, 0, 0)
@@ -439,7 +439,7 @@ def bound(drafter, num_blocks):
 
 
 def write(drafter, sequence, positions):
-    """As another sequence with the same tokens would have left them."""
+    """Write K/V as another sequence with the same tokens would have left them."""
     for at in positions:
         slot = sequence.blocks[at // 4] * 4 + at % 4
         for layer in drafter._by_passes._caches:

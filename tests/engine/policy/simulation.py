@@ -181,7 +181,7 @@ def best_fixed(alpha, curve, num_sequences):
 
 
 def on_a_device(policy, drafter, sequences, steps, arriving=None):
-    """Tokens per simulated second, and the choices; steps that the policy rests in are launched ahead.
+    """Tokens per simulated second, and the choices; plain steps that need no plan are launched ahead.
 
     `arriving`: in every so many steps a sequence ends and another begins.
     """

@@ -27,7 +27,7 @@ def offer_of(rng, rows, *, tree):
 
 
 def rates_of(number, with_nodes, offers, explore):
-    """By the formula, node by node: (tokens per second, nodes drafted on average)."""
+    """Apply the formula, node by node: (tokens per second, nodes drafted on average)."""
     nodes = []
     for at, offer in enumerate(offers):
         for which, group in enumerate(offer.groups):

@@ -37,7 +37,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 
 def by_kernel(cache: KVCache, nodes: torch.Tensor, path: torch.Tensor) -> None:
-    """As where there is a device."""
+    """Compact by the kernel, as where there is a device."""
     from paceline.models.backends.cuda.compact import compact
 
     for storage in cache._storage:

@@ -36,7 +36,7 @@ def kernels() -> TritonKernels:
 
 
 def numbers_of(weight: StoredWeight) -> torch.Tensor:
-    """What enters products: of FP8 the codes alone."""
+    """Return the numbers that enter products: the codes alone for FP8."""
     return weight.data.float() if weight.kind is WeightKind.FP8 else weight.numbers()
 
 

@@ -398,7 +398,7 @@ def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(k
 
 
 def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(kernels: TritonKernels) -> None:
-    """Of a drafter with the target's embedding and head, and layers and width of its own; the input is not changed."""
+    """A drafter with the target's embedding and head, and layers and width of its own; the input is not changed."""
     made = weights()
     target = Decoder(CONFIG, made, kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     layers = {name: weight for name, weight in made.items() if ".layers." in name or name == "model.norm.weight"}

@@ -100,7 +100,7 @@ def test_trees_made_sound_are_placed_at_the_depth_verification_takes_them_for(ma
 
 @pytest.mark.parametrize("seed", range(4))
 def test_parents_that_do_not_come_before_their_nodes_are_made_to(seed):
-    """As verification takes them, or the pass would compute one tree and verify another."""
+    """Verification clamps parents too: else the pass would compute one tree and verify another."""
     torch.manual_seed(seed)
     parents = torch.randint(-6, NODES + 6, (3, NODES))
     wild = torch.tensor([UNKNOWN, 2**31, 2**32 + 1, 2**40 + 3, -(2**31) - 1, -(2**40), 2**63 - 1, -(2**63)])

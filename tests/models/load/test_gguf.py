@@ -138,7 +138,7 @@ def test_plain_floats_come_back_unchanged(kind: Type, tmp_path: Path) -> None:
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """What llama.cpp's converter does to q and k: rotary pairs (i, i + half) become neighbours."""
+    """Reorder q and k as llama.cpp's converter does: rotary pairs (i, i + half) become neighbours."""
     rows = []
     size = weight.shape[0] // heads
     for head in range(heads):

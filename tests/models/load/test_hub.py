@@ -50,7 +50,7 @@ def no_hub(*_: Any) -> Any:
 
 
 def entries(home: Path) -> set[str]:
-    """What a pull left behind, its lock file aside."""
+    """Return the names that a pull left behind, without its lock file."""
     models = home / "models"
     return {path.name for path in models.iterdir() if path.suffix != ".lock"} if models.exists() else set()
 

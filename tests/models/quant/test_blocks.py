@@ -174,7 +174,7 @@ def test_rounded_activations_keep_what_is_not_a_number_in_its_row() -> None:
 
 
 def checksums(compiler: str, *emulator: str, folder: Path, flags: tuple[str, ...] = ()) -> str:
-    """What native_blocks.cpp prints; it fails where blocks and their expansion differ. Unoptimised: quick to build."""
+    """Run native_blocks.cpp, which fails where blocks and their expansion differ. Unoptimised: quick to build."""
     native_sources = Path(paceline.models.__file__).parents[1] / "native"
     program = folder / compiler
     source = Path(__file__).with_name("native_blocks.cpp")

@@ -78,7 +78,7 @@ def kernel_mutant(folder, stem, *mutation):
 
 
 def check_filters(code):
-    """What a mutant's kernels leave of a few rows is what the host leaves."""
+    """Compare the tokens that a mutant's kernels leave of a few rows with those the host leaves."""
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(6))
     metadata = SamplingMetadata(temperature=torch.tensor([0.7, 1.0, 1.3, 1.0]), top_k=torch.tensor([2, 0, 3, 1]))
     kernels = device.served(code.kernels)

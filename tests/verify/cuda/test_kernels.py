@@ -77,7 +77,7 @@ def small_splits(kernels_alone, monkeypatch):
 
 @pytest.fixture
 def a_row_a_program(kernels_alone, monkeypatch):
-    """As on a device."""
+    """Give each program one row, as on a device."""
     from paceline.verify.cuda import tiles
 
     monkeypatch.setattr(tiles, "ROWS", 1)
