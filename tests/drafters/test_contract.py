@@ -293,7 +293,7 @@ def test_the_distribution_test_would_notice_a_bias():
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("native", [False, True])
-def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row(native, ahead):
+def test_methods_and_numbers_of_nodes_mix_in_one_batch_with_a_plain_row(native, ahead):
     choices = {f"{method} {k}": DraftPlan(method, k) for method in METHODS for k in (1, 5)}
     drafters = [make_drafter(AS_NATIVE.get(method, method) if native else method) for method in METHODS]
     engine = make_engine(drafters, policy=ByRequest(choices), max_num_seqs=16, ahead=ahead)

@@ -47,11 +47,11 @@ def committed(verdict: UnreadVerdict) -> list[CommittedRow]:
     ]
 
 
-def store(ring: TapRing, way: str, verdict: UnreadVerdict, taps: torch.Tensor, seats: int) -> None:
+def store(ring: TapRing, way: str, verdict: UnreadVerdict, taps: torch.Tensor, req_indices: int) -> None:
     if way == "on a device":
-        ring.store(verdict, taps, seats)
+        ring.store(verdict, taps, req_indices)
     else:
-        ring.store_on_host(committed(verdict), taps, seats)
+        ring.store_on_host(committed(verdict), taps, req_indices)
 
 
 @pytest.mark.parametrize("way", ["native", "on the host", "on a device"])

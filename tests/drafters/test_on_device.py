@@ -193,11 +193,11 @@ def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context)
 
 def counted(drafter):
     """Count the positions whose context K/V each call writes, padding included."""
-    absorb, counts = drafter.write_context_kv, []
+    write_context_kv, counts = drafter.write_context_kv, []
 
     def counting(batch):
         counts.append(len(batch.taps))
-        absorb(batch)
+        write_context_kv(batch)
 
     drafter.write_context_kv = counting
     return counts

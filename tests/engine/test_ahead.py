@@ -74,7 +74,9 @@ def test_no_answer_and_no_figure_depends_on_the_order_of_a_step(
     wanted, num_blocks, step_tokens, req_indices, prefix_caching, speaks, often, seed
 ):
     """Also where the order is drawn at random for every step."""
-    drafted = {str(i): DraftPlan(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
+    drafted = {
+        str(i): DraftPlan(method, max_nodes) for i, (*_, method, max_nodes) in enumerate(wanted) if method != "none"
+    }
     engine, _ = ahead_engine(
         drafters=[ChainDrafter("chain"), TreeDrafter("tree"), DrawnChainDrafter("drawn"), TapDrafter()],
         policy=Resting(drafted, often),

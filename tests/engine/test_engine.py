@@ -20,11 +20,11 @@ from tests.helpers.fakes import (
     ChainDrafter,
     DrawnChainDrafter,
     DrawnTreeDrafter,
-    GreedyBudgetDrafter,
     NaNDrafter,
     NarrowDrafter,
     RaisingDrafter,
     TapDrafter,
+    TooManyNodesDrafter,
     TreeDrafter,
     requests_strategy,
 )
@@ -86,7 +86,9 @@ def prompt_of(shared: int, length: int) -> list[int]:
     st.booleans(),
 )
 def test_every_request_gets_the_tokens_it_gets_alone(wanted, num_blocks, step_tokens, prefix_caching):
-    choices = {str(i): DraftPlan(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
+    choices = {
+        str(i): DraftPlan(method, max_nodes) for i, (*_, method, max_nodes) in enumerate(wanted) if method != "none"
+    }
     engine = make_engine(
         num_blocks=num_blocks,
         max_num_seqs=4,
@@ -189,13 +191,13 @@ def test_n_answers_share_the_prompt_and_differ_by_sub_seed():
 
 
 def test_a_batch_mixes_methods_and_a_row_without_draft():
-    budgets = {"chain": 5, "tree": 7, "drawn": 4, "tapped": 2}
+    node_limits = {"chain": 5, "tree": 7, "drawn": 4, "tapped": 2}
     engine = make_engine(
         drafters=[ChainDrafter("chain"), TreeDrafter("tree"), DrawnChainDrafter("drawn"), TapDrafter()],
-        policy=ByRequest({name: DraftPlan(name, budget) for name, budget in budgets.items()}),
+        policy=ByRequest({name: DraftPlan(name, max_nodes) for name, max_nodes in node_limits.items()}),
         num_blocks=128,
     )
-    names = [*budgets, "plain"]
+    names = [*node_limits, "plain"]
     sequences = run(engine, [(0, name, prompt_of(i, 5 + i), params(max_tokens=40)) for i, name in enumerate(names)])
     for i, name in enumerate(names):
         assert sequences[name][0].output_tokens == greedy_alone(prompt_of(i, 5 + i), 40)
@@ -208,7 +210,7 @@ def test_a_batch_mixes_methods_and_a_row_without_draft():
         assert stats[name].num_committed_tokens == 40
 
 
-@pytest.mark.parametrize("broken", [RaisingDrafter, NaNDrafter, GreedyBudgetDrafter, NarrowDrafter])
+@pytest.mark.parametrize("broken", [RaisingDrafter, NaNDrafter, TooManyNodesDrafter, NarrowDrafter])
 def test_a_broken_drafter_costs_the_speculation_never_the_answer(broken):
     engine = make_engine(
         drafters=[broken("broken"), ChainDrafter("chain")],

@@ -18,7 +18,7 @@ from tests.helpers.results import ResultRow, result_of
 # An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.
 PASS_MS = {1: 3.86, 16: 4.1, 32: 4.4, 64: 4.65, 128: 5.6, 256: 8.2, 384: 11.8, 512: 14.3, 1024: 27.4, 2048: 54.0}
 PROMPT, ANSWER = 100, (20, 256)  # tokens
-ABSORB_MS = 0.0015  # a position that the drafter lags behind
+CONTEXT_KV_MS = 0.0015  # each unread token, whose context K/V a draft writes first
 
 
 def pass_ms(rows):
@@ -37,7 +37,7 @@ class Serving:
         self.policy = AdaptivePolicy("auto", prior=replace(GPU, padded_to=STEPS))
         self.sequences = [sequence(f"s{at}") for at in range(count)]
         self.left = {one.key: self.rng.randrange(1, ANSWER[1]) for one in self.sequences}
-        self.lag = dict.fromkeys(self.left, 99)
+        self.unread_tokens = dict.fromkeys(self.left, 99)
         self.resting, self.ms, self.plain_ms = False, 0.0, 0.0
         self.begun: dict[str, int] = {}  # by sequence: nodes that the last plan asked for
         self.rows: list[int] = []  # of passes without prompts
@@ -48,7 +48,7 @@ class Serving:
             if self.left[one.key] <= 0:
                 self.policy.forget(one)
                 self.sequences[at] = new = sequence(f"n{turn}/{at}")
-                self.left[new.key], self.lag[new.key] = self.rng.randrange(*ANSWER), 99
+                self.left[new.key], self.unread_tokens[new.key] = self.rng.randrange(*ANSWER), 99
                 found.append(new)
         return found
 
@@ -59,14 +59,14 @@ class Serving:
         choices = dict(zip([one.key for one in decoding], planned, strict=True))
         begun, self.begun = self.begun, {key: one.max_nodes for key, one in choices.items() if one.method == "trees"}
         self.policy.learn()
-        outputs, paths, lag, drafts = [], [], 0, 0
+        outputs, paths, unread, drafts = [], [], 0, 0
         for one in self.sequences:
             choice, path = choices.get(one.key, DraftPlan()), []
-            self.lag[one.key] += 1
+            self.unread_tokens[one.key] += 1
             if choice.method == "trees":
                 choices[one.key] = choice = DraftPlan("trees", min(choice.max_nodes, begun.get(one.key, 64)))
                 path = [node for node in range(choice.max_nodes) if self.rng.random() < self.drafter.shares[node]]
-                lag, drafts, self.lag[one.key] = lag + self.lag[one.key], drafts + 1, 0
+                unread, drafts, self.unread_tokens[one.key] = unread + self.unread_tokens[one.key], drafts + 1, 0
             committed = [1] * (len(path) + 1)
             one.tokens += committed
             self.left[one.key] -= len(committed)
@@ -80,8 +80,8 @@ class Serving:
         taken *= 4 if turn in self.slow else 1
         timed = {}
         if drafts:
-            taken += 1e3 * self.drafter.seconds + ABSORB_MS * lag + 0.02 * self.count
-            if lag <= CATCHING_UP * drafts:
+            taken += 1e3 * self.drafter.seconds + CONTEXT_KV_MS * unread + 0.02 * self.count
+            if unread <= CATCHING_UP * drafts:
                 timed["trees"] = 1, self.drafter.seconds
         made = result_of(outputs, paths.__getitem__)
         seconds = 1e-3 * taken * self.rng.uniform(0.97, 1.03)

@@ -40,7 +40,7 @@ from tests.helpers.results import rows_of
 
 VOCAB = 11
 HIDDEN = 128  # of a hidden state, of which the first VOCAB * VOCAB are used: whole blocks of 32, as Q8_0 weights have
-TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), unread tokens, trees known on the device alone
+TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), unread tokens, trees on the device
 
 
 @functools.lru_cache(None)

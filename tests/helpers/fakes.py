@@ -119,7 +119,7 @@ class NaNDrafter(DrawnChainDrafter):
         return draft
 
 
-class GreedyBudgetDrafter(ChainDrafter):
+class TooManyNodesDrafter(ChainDrafter):
     """Ignores `max_nodes`."""
 
     def propose(self, rows):

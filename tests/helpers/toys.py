@@ -23,11 +23,11 @@ def sequence_of(tokens, num_prompt=None, request_id="a", index=0):
     return sequence
 
 
-def propose(drafter, sequence, budget):
+def propose(drafter, sequence, max_nodes):
     """(tokens, parents) of a valid draft of one row."""
-    draft = drafter.propose([DraftRequest(sequence, budget)])
+    draft = drafter.propose([DraftRequest(sequence, max_nodes)])
     draft.validate(1 << 30)
     assert draft.q is None
     count = int(draft.num_nodes[0])
-    assert count <= budget
+    assert count <= max_nodes
     return draft.tokens[0, :count].tolist(), draft.parents[0, :count].tolist()

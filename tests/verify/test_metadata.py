@@ -46,7 +46,7 @@ def test_a_temperature_too_low_for_float32_is_not_taken_for_none():
         assert draw(process(logits, metadata, Nodes.roots(1)), draws, Nodes.roots(1)) == 10
 
 
-def test_a_seat_that_changes_hands_holds_the_parameters_of_its_new_sequence():
+def test_a_req_index_that_changes_hands_holds_the_parameters_of_its_new_sequence():
     """And a sequence that comes back to another index keeps its own."""
     builder = SamplingMetadataBuilder(11, frozenset({4}), torch.device("cpu"))
     first, second = (

@@ -98,8 +98,8 @@ def test_captured_and_native_drafts_are_those_of_the_reference_kernels(other, mo
     for kernels, recorder in ((None, None), OTHERS[other]()):
         drafter, sequences = scene(kernels, recorder, lengths, monkeypatch)
         assert bool(drafter._passes._captured) == bool(drafter._context_kv._graphs) == (recorder is not None)
-        budgets = [5 + 7 * at for at in range(len(sequences))]
-        rows = [DraftRequest(*pair) for pair in zip(sequences, budgets, strict=True)]
+        node_limits = [5 + 7 * at for at in range(len(sequences))]
+        rows = [DraftRequest(*pair) for pair in zip(sequences, node_limits, strict=True)]
         drafts.append(drafter.propose(rows).on_host(CONFIG.vocab_size))
         caches.append(drafter._passes._caches[0])
         for sequence, length in zip(sequences, lengths, strict=True):

@@ -29,13 +29,13 @@ class Twin:
         twin.bind([LayerCache(cache.k.clone(), cache.v.clone()) for cache in caches], drafter.block_size)
         twin._ring, twin._columns, twin._states = drafter._ring, drafter._columns, drafter._states
         self.compared, self.nodes, self.batches, self.lagging = 0, 0, set(), 0
-        self._propose, self._absorb = drafter.propose, drafter.write_context_kv
+        self._propose, self._write_context_kv = drafter.propose, drafter.write_context_kv
         drafter.propose, drafter.write_context_kv = self.propose, self.write_context_kv
         for each in (drafter, twin):
             each._on_host = self.keep(each._on_host)
 
     def write_context_kv(self, batch):
-        self._absorb(batch)
+        self._write_context_kv(batch)
         self.twin.write_context_kv(batch)
 
     def keep(self, shaped):
@@ -105,8 +105,8 @@ def drawn_config(chance):
 
 @pytest.mark.parametrize(("seed", "num_blocks"), [(seed, 11 if seed % 2 else 80) for seed in range(10)])
 def test_drafts_of_any_shape_are_those_of_torch(seed, num_blocks):
-    """Up to five sequences of different lengths, with prefix hits, plain steps in between, a lag longer than the ring,
-    trees that are cut and, with few blocks, preemption."""
+    """Up to five sequences of different lengths, with prefix hits, plain steps in between, more unread tokens than the
+    ring holds, trees that are cut and, with few blocks, preemption."""
     chance, decoder, variants = random.Random(seed), tiny_decoder(), runnable_variants()
     variant = variants[seed % len(variants)]
     config = drawn_config(chance)

@@ -29,7 +29,7 @@ def numbers(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 class Scene:
-    """Blocks of a drafter without layers, whose head and embeddings are given, for sequences of one block each."""
+    """Blocks of a drafter without layers, whose head and embeddings are given, for sequences of a req_index each."""
 
     def __init__(self, kernels, embedding, masks, head, markov, ids, beam, count, first_row):
         dim = 4

@@ -72,7 +72,7 @@ class Spy:
             sequences[:] = [list(row.sequence.tokens) for row in rows]
             return draft(rows, req_indices, lengths)
 
-        def growing(logits, features, budgets, shape, expand, translate):
+        def growing(logits, features, max_nodes, shape, expand, translate):
             levels = []
 
             def expanding(nodes):
@@ -80,8 +80,8 @@ class Spy:
                 levels.append((nodes, found[0].clone()))
                 return found
 
-            proposed = grow(logits, features, budgets, shape, expanding, translate)
-            self.calls.append(([*sequences], logits.clone(), levels, budgets.tolist(), shape, proposed))
+            proposed = grow(logits, features, max_nodes, shape, expanding, translate)
+            self.calls.append(([*sequences], logits.clone(), levels, max_nodes.tolist(), shape, proposed))
             return proposed
 
         monkeypatch.setattr(drafter, "draft", drafting)
@@ -148,9 +148,9 @@ def test_trees_hold_the_likeliest_paths_in_order(kind, decoder, monkeypatch):
     engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen(drafter.name, (2, 7, 20, 60), 0.7))
     run(engine, [(0, str(at), prompt[:20], params(max_tokens=70)) for at, prompt in enumerate(PROMPTS)])
     checked = 0
-    for call, (texts, _, _, budgets, shape, proposed) in enumerate(spy.calls[:6]):
+    for call, (texts, _, _, max_nodes, shape, proposed) in enumerate(spy.calls[:6]):
         for row in range(len(texts)):
-            count = shape.most(budgets[row])
+            count = shape.most(max_nodes[row])
             paths = []
             for token, parent in zip(proposed.tokens[row].tolist(), proposed.parents[row].tolist(), strict=True):
                 assert parent < len(paths)
@@ -175,7 +175,7 @@ def test_no_tree_expands_more_nodes_than_it_has_slots(nodes):
 
 def test_ties_never_place_a_child_before_its_parent():
     """A drafter that is certain gives children the probability of their parents."""
-    budgets, shape = torch.tensor([30, 9]), TreeShape.of(30, 50)
+    max_nodes, shape = torch.tensor([30, 9]), TreeShape.of(30, 50)
     logits = torch.full((2, 50), -torch.inf)
     logits[:, 3] = 0
 
@@ -183,7 +183,7 @@ def test_ties_never_place_a_child_before_its_parent():
         each = logits[:, None].expand(-1, nodes.tokens.shape[1], -1)
         return each, nodes.features
 
-    tokens, parents, _ = grow(logits, torch.zeros(2, 4), budgets, shape, expand, lambda ids: ids)
+    tokens, parents, _ = grow(logits, torch.zeros(2, 4), max_nodes, shape, expand, lambda ids: ids)
     assert (parents < torch.arange(parents.shape[1])).all()
     assert tokens[:, :DEPTH].tolist() == [[3] * DEPTH] * 2
     assert parents[:, :DEPTH].tolist() == [list(range(-1, DEPTH - 1))] * 2
@@ -192,7 +192,7 @@ def test_ties_never_place_a_child_before_its_parent():
 @pytest.mark.parametrize("num_blocks", [40, 14])
 @pytest.mark.parametrize("kind", ["eagle3.1", "eagle"])
 def test_the_own_cache_is_that_of_a_pass_over_the_committed_tokens(kind, num_blocks, decoder):
-    """After chunks, prefix hits, lag and, with few blocks, preemption."""
+    """After chunks, prefix hits, unread tokens and, with few blocks, preemption."""
     drafter, reference = make(kind, decoder)
     config = EngineConfig(num_blocks=num_blocks, block_size=16, max_num_seqs=4, max_num_batched_tokens=48)
     engine = Engine(decoder, config, drafters=[drafter], policy=NowAndThen(drafter.name, (2, 5, 9, 14), 0.7))

@@ -44,10 +44,10 @@ def module_of(head):
     return torch.nn.Sequential(*(Block(*block) for block in head.blocks), last)
 
 
-def drafted(drafter, hidden, budgets):
+def drafted(drafter, hidden, node_limits):
     drafter.last_taps = lambda req_indices, lengths: hidden[:, None]
-    nothing = torch.zeros(len(budgets), dtype=torch.int64)
-    return drafter.draft([DraftRequest(None, max_nodes) for max_nodes in budgets], nothing, nothing)
+    nothing = torch.zeros(len(node_limits), dtype=torch.int64)
+    return drafter.draft([DraftRequest(None, max_nodes) for max_nodes in node_limits], nothing, nothing)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
@@ -71,7 +71,7 @@ def test_more_rows_than_the_heads_look_at_together_draft_what_each_drafts_alone(
         assert torch.equal(drafted(drafter, hidden[row : row + 1], [6]).tokens[0], tokens[row])
 
 
-def test_a_smaller_budget_is_the_beginning_of_the_same_tree():
+def test_a_draft_of_fewer_nodes_is_the_beginning_of_the_same_tree():
     drafter = MedusaDrafter(random_heads(HIDDEN, CONFIG.vocab_size), CONFIG.vocab_size)
     hidden = torch.randn(1, HIDDEN).expand(4, HIDDEN)
     draft = drafted(drafter, hidden, [9, 1, 200, 4])

@@ -51,9 +51,9 @@ def same_index(one, other):
     return one.end == other.end and all(map(np.array_equal, *arrays))
 
 
-def check_same(both, sequences, budgets):
+def check_same(both, sequences, node_limits):
     native, plain = both
-    asked = [DraftRequest(sequence, max_nodes) for sequence, max_nodes in zip(sequences, budgets, strict=True)]
+    asked = [DraftRequest(sequence, max_nodes) for sequence, max_nodes in zip(sequences, node_limits, strict=True)]
     for drafter in both:
         drafter.levels(sequences)  # in the order of these they share the memory there is
     assert [native.level(one) for one in sequences] == [plain.level(one) for one in sequences]

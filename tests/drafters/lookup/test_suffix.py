@@ -153,7 +153,7 @@ def test_little_or_no_history_gives_an_empty_draft(tokens, max_nodes):
     assert drafter.propose([]).batch == 0
 
 
-def test_a_budget_of_nothing_or_more_than_there_is():
+def test_no_nodes_or_more_than_there_are():
     sequence = sequence_of([1, 2, 3, 1, 2])
     assert propose(make_suffix(), sequence, 0) == ([], [])
     assert propose(make_suffix(), sequence, 1) == ([3], [-1])

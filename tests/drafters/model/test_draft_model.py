@@ -208,13 +208,13 @@ def test_q_is_what_a_loop_of_single_tokens_under_the_requests_parameters_would_s
     drafter = bound(DraftModelDrafter(FunctionModel(imitating)), 24)
     for sequence in sequences:
         drafter.admit(sequence, 0, 0)
-    budgets = [2, 5, 3, 4, 1]
-    draft = drafter.propose([DraftRequest(sequence, k) for sequence, k in zip(sequences, budgets, strict=True)])
+    node_limits = [2, 5, 3, 4, 1]
+    draft = drafter.propose([DraftRequest(sequence, k) for sequence, k in zip(sequences, node_limits, strict=True)])
     draft.validate(VOCAB)
-    assert draft.num_nodes.tolist() == budgets
+    assert draft.num_nodes.tolist() == node_limits
     rows = draft.q.row_of
     assert sorted(rows[rows >= 0].tolist()) == list(range(2 + 5 + 3)), "every draw has a row of its own"
-    for row, (sequence, k) in enumerate(zip(sequences, budgets, strict=True)):
+    for row, (sequence, k) in enumerate(zip(sequences, node_limits, strict=True)):
         sampled = row < 3
         assert (rows[row] >= 0).tolist() == [sampled and slot < k for slot in range(draft.width + 1)]
         for depth in range(k):
