@@ -18,7 +18,7 @@ from paceline.bench.grid import Contender
 from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL
-from paceline.bench.runner import Plan, measure
+from paceline.bench.runner import RunPlan, measure
 from tests.advisor.fake_machine import Costs, FakeMachine
 
 LENGTHS = (1, 2, 4, 8)
@@ -30,7 +30,7 @@ def asked(count: int) -> list[Prompt]:
 
 def advise(machine: FakeMachine, levels: list[int], prompts: int, max_tokens: int) -> Advice:
     advice = Advice(model="toy", settings={"temperature": 0.0})
-    plan = Plan(concurrencies=levels, max_tokens=max_tokens)
+    plan = RunPlan(concurrencies=levels, max_tokens=max_tokens)
     stopped = Advisor(machine, asked(prompts), plan, advice, lengths=LENGTHS).run()
     assert stopped is None
     return advice
@@ -41,7 +41,7 @@ def truth(costs: Costs, patch: pytest.MonkeyPatch, levels: list[int], prompts: i
     machine = FakeMachine(quiet, patch, prompt_tokens=size)
     machine.contenders = [OFF, *(Contender("knowing", k) for k in LENGTHS), Contender("auto")]
     measurement = Measurement(machine.contenders)
-    measure(machine, asked(prompts), Plan(concurrencies=levels, max_tokens=tokens), measurement)
+    measure(machine, asked(prompts), RunPlan(concurrencies=levels, max_tokens=tokens), measurement)
     by_label = {contender.label: contender for contender in machine.contenders}
     whole = [cell for cell in cells(measurement) if cell.workload == ALL]
     found = {(cell.concurrency, by_label[cell.label]): Figure.of(cell, interval=True) for cell in whole}

@@ -13,7 +13,7 @@ from paceline.advisor.advise import Advisor
 from paceline.advisor.result import Advice
 from paceline.advisor.subject import AdviceSubject, DrafterCost, activations_cost, drafter_cost, pass_cost
 from paceline.bench.grid import Contender
-from paceline.bench.runner import Plan
+from paceline.bench.runner import RunPlan
 from paceline.cli.advise.words import notes
 from paceline.drafters.block.checkpoint import write
 from paceline.drafters.heads.checkpoint import save_heads
@@ -34,7 +34,7 @@ def machine(endless: Path) -> AdviceSubject:
 
 
 def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: AdviceSubject) -> None:
-    plan = Plan(concurrencies=[1, 2], max_tokens=24)
+    plan = RunPlan(concurrencies=[1, 2], max_tokens=24)
     cost = pass_cost(machine, plan)
     assert set(cost.decode) == {1, 2}
     assert all(seconds > 0 for curve in cost.decode.values() for seconds in curve.values())
@@ -51,7 +51,7 @@ def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: AdviceSub
 
 def test_every_drafter_is_tried_and_the_best_with_every_k(machine: AdviceSubject) -> None:
     found = Advice(model="tiny", settings={"temperature": 0.0})
-    plan = Plan(concurrencies=[1], max_tokens=24)
+    plan = RunPlan(concurrencies=[1], max_tokens=24)
     assert Advisor(machine, repetitive(20), plan, found, lengths=(1, 2, 3), rival=False).run() is None
     tried = [contender for _, contender in found.predicted]
     model = machine.draft_models[0].name
@@ -75,7 +75,7 @@ def test_a_trained_drafter_is_timed_in_the_steps_of_an_engine(method: str, endle
     trained = AdviceSubject(str(endless), drafter=[str(tmp_path)], device="cpu", raw=True)
     trained.check(repetitive(8), 24)
     found = Advice(model="tiny", settings={"temperature": 0.0})
-    plan = Plan(concurrencies=[1], max_tokens=24)
+    plan = RunPlan(concurrencies=[1], max_tokens=24)
     assert Advisor(trained, repetitive(20), plan, found, lengths=(2,), rival=False).run() is None
     cost = next(each for each in found.drafters if each.method == method)
     assert set(cost.seconds) == {1}
@@ -107,7 +107,7 @@ def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(machine, mon
 
     monkeypatch.setattr("paceline.advisor.subject.drafter_cost", interrupted)
     found = Advice(model="tiny", settings={"temperature": 0.0})
-    Advisor(machine, repetitive(18), Plan(concurrencies=[1], max_tokens=24), found, lengths=(2,)).run()
+    Advisor(machine, repetitive(18), RunPlan(concurrencies=[1], max_tokens=24), found, lengths=(2,)).run()
     assert found.cost is not None
     assert [each.method for each in found.drafters] == machine.methods
     assert found.missing == ["the rest of the profile", "the prediction", "the check"]
@@ -121,7 +121,7 @@ def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(machine, 
         if done > until:
             raise KeyboardInterrupt
 
-    plan = Plan(concurrencies=[1], max_tokens=48)
+    plan = RunPlan(concurrencies=[1], max_tokens=48)
     stopped = Advisor(machine, repetitive(18), plan, found, interrupt, lengths=(2,)).run()
     assert isinstance(stopped, KeyboardInterrupt)
     assert found.missing == missing

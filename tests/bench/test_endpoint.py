@@ -27,7 +27,7 @@ from paceline.bench.endpoint import (
 from paceline.bench.measurement import TimedAnswer
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Cell, Results
-from paceline.bench.runner import Plan
+from paceline.bench.runner import RunPlan
 from paceline.cli.app import run
 from tests.bench.fake_server import FakeServer
 from tests.bench.fake_subject import prompts
@@ -37,7 +37,7 @@ from tests.helpers.errors import refused
 def bench(
     server: FakeServer, asked: list[Prompt] | None = None, **options: Any
 ) -> tuple[Results, BaseException | None]:
-    plan = Plan(
+    plan = RunPlan(
         concurrencies=options.pop("concurrency", [1]),
         max_tokens=options.pop("max_tokens", 128),
         temperature=options.pop("temperature", 0.0),

@@ -17,7 +17,7 @@ from paceline.bench.grid import Contender
 from paceline.bench.measurement import Measurement, Run, TimedAnswer, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
-from paceline.bench.runner import Plan, measure
+from paceline.bench.runner import RunPlan, measure
 from paceline.cli.app import run
 from paceline.drafters.heads.checkpoint import save_heads
 from paceline.drafters.method_names import method_names
@@ -36,7 +36,7 @@ def measured(endless: Path) -> Measurement:
     subject = Engines(str(endless), CONTENDERS, device="cpu", raw=True)
     subject.check(repetitive(8), 40)
     measurement = Measurement(CONTENDERS)
-    measure(subject, repetitive(8), Plan(concurrencies=[1, 4], max_tokens=40), measurement)
+    measure(subject, repetitive(8), RunPlan(concurrencies=[1, 4], max_tokens=40), measurement)
     return measurement
 
 

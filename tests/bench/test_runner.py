@@ -9,17 +9,17 @@ import pytest
 from paceline.bench.grid import Contender
 from paceline.bench.measurement import Measurement, Run, TimedAnswer, cells
 from paceline.bench.results import Cell
-from paceline.bench.runner import WARM_UP, Plan, measure
+from paceline.bench.runner import WARM_UP, RunPlan, measure
 from tests.bench.fake_subject import FAST, PLAIN, FakeSubject, prompts
 
 AUTO = Contender("auto")
 
 
-def plan(*concurrencies: int, seed: int | None = 0, temperature: float = 0.0) -> Plan:
-    return Plan(concurrencies=concurrencies or (1,), max_tokens=64, seed=seed, temperature=temperature)
+def plan(*concurrencies: int, seed: int | None = 0, temperature: float = 0.0) -> RunPlan:
+    return RunPlan(concurrencies=concurrencies or (1,), max_tokens=64, seed=seed, temperature=temperature)
 
 
-def bench(subject: FakeSubject, asked, plan: Plan) -> tuple[Measurement, dict[tuple[str, int, str], Cell]]:
+def bench(subject: FakeSubject, asked, plan: RunPlan) -> tuple[Measurement, dict[tuple[str, int, str], Cell]]:
     measurement = Measurement(list(subject.speeds))
     measure(subject, asked, plan, measurement)
     return measurement, {(cell.workload, cell.concurrency, cell.label): cell for cell in cells(measurement)}

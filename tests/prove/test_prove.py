@@ -21,7 +21,7 @@ from paceline.prove.identity import ChangingPolicy
 from paceline.prove.prover import prove
 from paceline.prove.replay import toy
 from paceline.prove.report import FAIL, NOT_EXERCISED, PASS, Check, Report
-from paceline.prove.subject import Effort, Subject, encoded_prompts
+from paceline.prove.subject import Effort, ProofSubject, encoded_prompts
 from paceline.prove.tap import Seen
 from paceline.sampling_params import SamplingParams
 from paceline.verify import verify
@@ -102,7 +102,7 @@ def test_rollback_is_found_on_the_real_model(smollm2_path: Path) -> None:
     for fault in (None, "rollback"):
         with inject.injected(llm, fault) as verifier:
             prompts = encoded_prompts(llm, 4)
-            subject = Subject(llm, verifier, ("ngram",), effort, prompts[:1], prompts[1:], torch.Generator(), 0)
+            subject = ProofSubject(llm, verifier, ("ngram",), effort, prompts[:1], prompts[1:], torch.Generator(), 0)
             row = rollback.cache_after_rollback(subject, "ngram")
         report = Report("smollm2", {}, [row])
         found[fault] = report.result(row)
@@ -115,13 +115,13 @@ def test_caches_of_every_dtype_are_compared(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, exact: bool
 ) -> None:
     """A cache in fp8 needs a GPU to be written; what is read from it is compared the same way everywhere."""
-    monkeypatch.setattr(Subject, "exact", exact)
+    monkeypatch.setattr(ProofSubject, "exact", exact)
     kept = torch.randn(2, 5, 1, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     effort = Effort(prompts=1, few=1, max_tokens=4, replays=0, steps=0, generations=0)
     for fresh, differs in ((kept.clone(), False), (kept.flip(1), True)):
         found = iter(([1, 2], [values]) for values in (kept, fresh))
         monkeypatch.setattr(rollback, "_computed", lambda *_, found=found, **__: next(found))
-        subject = Subject(tiny, verify, ("suffix",), effort, [[1]], [], torch.Generator(), 0)
+        subject = ProofSubject(tiny, verify, ("suffix",), effort, [[1]], [], torch.Generator(), 0)
         row = rollback.cache_after_rollback(subject, "suffix")
         assert (row.comparisons, len(row.failures)) == (1, int(differs))
 

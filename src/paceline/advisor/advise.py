@@ -23,7 +23,7 @@ from paceline.bench.intervals import MIN_PAIRS
 from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL
-from paceline.bench.runner import OnProgress, Plan, measure
+from paceline.bench.runner import OnProgress, RunPlan, measure
 from paceline.config import AUTO
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.errors import InvalidParameter
@@ -39,7 +39,7 @@ MAX_ROUNDS = 5  # groupings of one half's prompts
 class Advisor:
     subject: AdviceSubject
     prompts: Sequence[Prompt]
-    plan: Plan
+    plan: RunPlan
     advice: Advice
     on_progress: OnProgress = lambda done, total, what: None
     lengths: Sequence[int] = LENGTHS

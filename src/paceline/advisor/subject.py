@@ -27,7 +27,7 @@ from paceline.advisor.choice import OFF
 from paceline.bench.draft_models import MEMORY_SHARE, DraftModel, load_draft_model
 from paceline.bench.engines import Engines, room_for
 from paceline.bench.grid import Contender
-from paceline.bench.runner import WARM_UP, OnProgress, Plan
+from paceline.bench.runner import WARM_UP, OnProgress, RunPlan
 from paceline.build import make_engine, trained_folders
 from paceline.config import AUTO, SpeculationConfig
 from paceline.core.draft import Draft
@@ -208,7 +208,7 @@ class FixedPlan(FixedPolicy):
         return [DraftPlan(self.method, each + (at < rest)) for at in range(len(sequences))]
 
 
-def pass_cost(subject: AdviceSubject, plan: Plan, on_progress: OnProgress = lambda *_: None) -> PassCost:
+def pass_cost(subject: AdviceSubject, plan: RunPlan, on_progress: OnProgress = lambda *_: None) -> PassCost:
     """Time steps of 1, 4, 16, ... sequences, up to the plan's highest concurrency."""
     most = max(plan.concurrencies)
     counts = sorted({most, *(4**power for power in range(5) if 4**power < most)})
@@ -229,7 +229,7 @@ def drafted_sizes(sequences: int) -> list[int]:
 
 
 def _step_seconds(
-    subject: AdviceSubject, drafter: Drafter, sequences: int, sizes: Sequence[int], plan: Plan
+    subject: AdviceSubject, drafter: Drafter, sequences: int, sizes: Sequence[int], plan: RunPlan
 ) -> dict[int, float]:
     """Time a step by the tokens drafted in it; empty where the drafter never finishes reading the prompts."""
     policy, steps = FixedPlan(drafter.name, sequences), len(sizes) * (MAX_ROUNDS + 1)
@@ -280,7 +280,7 @@ def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable
 
 
 def drafter_cost(
-    subject: AdviceSubject, contender: Contender, cost: PassCost, plan: Plan, tokens: Sequence[int]
+    subject: AdviceSubject, contender: Contender, cost: PassCost, plan: RunPlan, tokens: Sequence[int]
 ) -> DrafterCost:
     """Measure a lookup alone, on a prompt's `tokens`, and a drafter with a model in the steps of an engine."""
     drafter = subject.drafter(contender)
@@ -316,7 +316,7 @@ def _lookup_cost(subject: AdviceSubject, drafter: Drafter, tokens: Sequence[int]
     return DrafterCost(method=drafter.name, seconds=seconds, memory_bytes=held, most_bytes=bound)
 
 
-def _seconds_in_steps(subject: AdviceSubject, contender: Contender, cost: PassCost, plan: Plan) -> dict[int, float]:
+def _seconds_in_steps(subject: AdviceSubject, contender: Contender, cost: PassCost, plan: RunPlan) -> dict[int, float]:
     """Return the seconds that one drafted token adds to a step, by sequences: against free drafts of the same size.
 
     Numbers of sequences for which the drafter never finishes reading the prompts are left out, to be extrapolated.

@@ -11,7 +11,7 @@ from paceline.bench.groups import check_enough
 from paceline.bench.measurement import results_of
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
-from paceline.bench.runner import OnProgress, Plan, collect
+from paceline.bench.runner import OnProgress, RunPlan, collect
 from paceline.config import AUTO, SpeculationConfig
 from paceline.drafters.method_names import method_names
 from paceline.drafters.methods import METHODS, is_packaged
@@ -35,7 +35,7 @@ def choose(methods: str | None = None, k: str | None = None, **drafts_with: Sequ
 def run(
     model: str,
     prompts: Sequence[Prompt],
-    plan: Plan,
+    plan: RunPlan,
     settings: Mapping[str, Any],
     *,
     methods: str | None = None,

@@ -23,7 +23,7 @@ from paceline.bench.grid import ENDPOINT, Contender
 from paceline.bench.measurement import Run, TimedAnswer, results_of
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import PLAIN, Results, machine_facts
-from paceline.bench.runner import WARM_UP, WARM_UP_TOKENS, OnProgress, Plan, collect
+from paceline.bench.runner import WARM_UP, WARM_UP_TOKENS, OnProgress, RunPlan, collect
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -266,7 +266,7 @@ class ServersUnderTest:
 def measure(
     url: str,
     prompts: Sequence[Prompt],
-    plan: Plan,
+    plan: RunPlan,
     settings: Mapping[str, Any],
     *,
     model: str | None = None,

@@ -45,7 +45,9 @@ class EngineUnderTest(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
+    """The settings of a run."""
+
     concurrencies: Sequence[int]
     max_tokens: int
     temperature: float = 0.0
@@ -56,7 +58,7 @@ class Plan:
 def measure(
     subject: EngineUnderTest,
     prompts: Sequence[Prompt],
-    plan: Plan,
+    plan: RunPlan,
     measurement: Measurement,
     on_progress: OnProgress = lambda done, total, what: None,
 ) -> None:
@@ -94,7 +96,7 @@ def measure(
 def collect(
     subject: EngineUnderTest,
     prompts: Sequence[Prompt],
-    plan: Plan,
+    plan: RunPlan,
     contenders: Sequence[Contender],
     on_progress: OnProgress,
 ) -> tuple[Measurement, BaseException | None]:
@@ -114,7 +116,7 @@ def _rows(
     answerers: Mapping[Contender, Answerer],
     group: PromptGroup,
     pair: int,
-    plan: Plan,
+    plan: RunPlan,
     noise: random.Random,
     work: WorkEstimate,
 ) -> Iterator[AnswerRow]:
@@ -137,7 +139,7 @@ def _rows(
             answers.append(subject.decode(answer.tokens))
 
 
-def _params(plan: Plan, defaults: Mapping[str, Any], pair: int, turn: int, index: int) -> SamplingParams:
+def _params(plan: RunPlan, defaults: Mapping[str, Any], pair: int, turn: int, index: int) -> SamplingParams:
     """Return equal parameters for all contenders, with a seed for each request, so that samples are independent."""
     seed = None
     if plan.seed is not None and plan.temperature > 0:

@@ -14,7 +14,7 @@ from paceline.drafters import NONE
 from paceline.engine.policy import DraftPlan, FixedPolicy, wish
 from paceline.outputs import CompletionOutput
 from paceline.prove.report import Check
-from paceline.prove.subject import LENGTHS, Subject, patched
+from paceline.prove.subject import LENGTHS, ProofSubject, patched
 from paceline.sampling_params import SamplingParams
 
 BATCH = 4  # prompts
@@ -22,7 +22,7 @@ K = 4  # nodes of a draft where the length of an answer is swept
 MOST_DRAFTED = 8  # nodes, by the policy that changes at every step
 
 
-def alone(subject: Subject, method: str, *, seeded: bool) -> Check:
+def alone(subject: ProofSubject, method: str, *, seeded: bool) -> Check:
     """Check every prompt alone with one method."""
     kind, answers = _words(seeded)
     check = Check(f"{kind} · {method} alone", f"{answers} with plain decoding's")
@@ -32,7 +32,7 @@ def alone(subject: Subject, method: str, *, seeded: bool) -> Check:
     return check
 
 
-def batched(subject: Subject, *, seeded: bool, changing: bool = False) -> Check:
+def batched(subject: ProofSubject, *, seeded: bool, changing: bool = False) -> Check:
     """Check batches of mixed methods and k; `changing`: which also change from step to step within an answer."""
     kind, answers = _words(seeded)
     name, how = (
@@ -57,7 +57,7 @@ def _words(seeded: bool) -> tuple[str, str]:
     return ("seeds", "sampled answers with a seed") if seeded else ("greedy", "answers")
 
 
-def _params(subject: Subject, i: int, method: str, k: int, seeded: bool) -> SamplingParams:
+def _params(subject: ProofSubject, i: int, method: str, k: int, seeded: bool) -> SamplingParams:
     if not seeded:
         return subject.params(method, k)
     filters = ({"top_p": 0.9}, {"top_k": 20}, {})[i % 3]
@@ -65,7 +65,7 @@ def _params(subject: Subject, i: int, method: str, k: int, seeded: bool) -> Samp
 
 
 def _compare(
-    subject: Subject, check: Check, prompts: SequenceOf[list[int]], params: SequenceOf[SamplingParams]
+    subject: ProofSubject, check: Check, prompts: SequenceOf[list[int]], params: SequenceOf[SamplingParams]
 ) -> None:
     """Compare the answers of requests that are sent at once with those of each alone and plain."""
     for prompt, one, answer in zip(prompts, params, subject.ask(prompts, params, check), strict=True):
@@ -88,7 +88,7 @@ class ChangingPolicy(FixedPolicy):
 
 
 @contextmanager
-def _changing_policy(subject: Subject) -> Iterator[None]:
+def _changing_policy(subject: ProofSubject) -> Iterator[None]:
     llm, policy = subject.llm, ChangingPolicy(subject.methods)
     with patched(llm, lambda engine: engine, policy=policy), patched(llm, lambda e: e.scheduler, policy=policy):
         yield
@@ -97,7 +97,7 @@ def _changing_policy(subject: Subject) -> Iterator[None]:
 # -- what ends an answer
 
 
-def lengths(subject: Subject) -> Check:
+def lengths(subject: ProofSubject) -> Check:
     """Check every remainder: a draft of k must never exceed the limit, nor fall short of it."""
     check = Check("ends · max_tokens", f"1 to {K + 2} tokens more, at k {K}, with plain decoding's")
     for i, prompt in subject.each(check, subject.effort.few):
@@ -113,7 +113,7 @@ def lengths(subject: Subject) -> Check:
     return check
 
 
-def context_full(subject: Subject) -> Check:
+def context_full(subject: ProofSubject) -> Check:
     """Check answers that fill the context."""
     check = Check("ends · context full", "answers that run into the end of the context with plain decoding's")
     context = subject.llm.call(lambda engine: engine.max_model_len)
@@ -127,7 +127,7 @@ def context_full(subject: Subject) -> Check:
     return check
 
 
-def stops(subject: Subject) -> Check:
+def stops(subject: ProofSubject) -> Check:
     """Check stop string, stop token and EOS, each put where a longer run of drafted tokens was accepted."""
     check = Check("ends · stop, EOS", "answers that stop inside an accepted run with plain decoding's")
     check.missing = "no stop fell inside an accepted run"
@@ -151,7 +151,7 @@ def stops(subject: Subject) -> Check:
     return check
 
 
-def _compare_anew(subject: Subject, check: Check, prompt: list[int], params: SamplingParams) -> CompletionOutput:
+def _compare_anew(subject: ProofSubject, check: Check, prompt: list[int], params: SamplingParams) -> CompletionOutput:
     """Compare with a new plain answer by the engine as patched now."""
     plain = subject.llm.generate(prompt, replace(params, speculation=NONE))[0].outputs[0]
     (answer,) = subject.ask([prompt], [params], check)
@@ -159,7 +159,7 @@ def _compare_anew(subject: Subject, check: Check, prompt: list[int], params: Sam
     return answer
 
 
-def _inside_a_run(subject: Subject, prompt: list[int], method: str, check: Check) -> int | None:
+def _inside_a_run(subject: ProofSubject, prompt: list[int], method: str, check: Check) -> int | None:
     """Return a token of the greedy answer after which drafted tokens of its step were accepted too."""
     with subject.tapped() as tap:
         answer = subject.llm.generate(prompt, subject.params(method, K))[0].outputs[0]

@@ -15,7 +15,7 @@ from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
 from paceline.prove.report import Check, Report
-from paceline.prove.subject import PROMPTS, Effort, Subject, chosen_methods, encoded_prompts
+from paceline.prove.subject import PROMPTS, Effort, ProofSubject, chosen_methods, encoded_prompts
 
 
 def prove(
@@ -41,7 +41,7 @@ def prove(
     report = Report(llm.name, {"methods": list(names), "device": llm.device_name, **engine, **proof})
     asked = prompts or encoded_prompts(llm, max(effort.prompts, len(PROMPTS)))
     with _policy_untouched(llm), inject.injected(llm, fault) as verifier:
-        subject = Subject(
+        subject = ProofSubject(
             llm=llm,
             verify=verifier,
             methods=names,
@@ -76,7 +76,7 @@ def _policy_untouched(llm: LLM) -> Iterator[None]:
         llm.call(lambda engine: policy.load(before))
 
 
-def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Check]]]:
+def _checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Check]]]:
     """Yield the name of each check, and its function."""
     methods = subject.methods
     for m in methods:

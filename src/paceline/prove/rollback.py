@@ -9,14 +9,14 @@ from paceline.core.sequence import Sequence
 from paceline.drafters import NONE
 from paceline.engine.engine import Engine
 from paceline.prove.report import Check
-from paceline.prove.subject import LENGTHS, Subject, slots_held
+from paceline.prove.subject import LENGTHS, ProofSubject, slots_held
 from paceline.sampling_params import SamplingParams
 
 # share of the largest value, by bytes of a number; allowed where kernels are not exact; a step of e4m3 is an eighth
 TOLERANCE = {4: 1e-3, 2: 5e-2, 1: 0.2}
 
 
-def cache_after_rollback(subject: Subject, method: str) -> Check:
+def cache_after_rollback(subject: ProofSubject, method: str) -> Check:
     """Check the cache of answers that are nearly done."""
     how = "bit for bit" if subject.exact else "within rounding"
     check = Check(f"cache · {method}", f"K/V after rollbacks with a fresh prefill's, {how}")
@@ -36,7 +36,7 @@ def cache_after_rollback(subject: Subject, method: str) -> Check:
 
 
 def _computed(
-    subject: Subject, prompt: list[int], params: SamplingParams, *, output: int
+    subject: ProofSubject, prompt: list[int], params: SamplingParams, *, output: int
 ) -> tuple[list[int], list[Tensor]]:
     """Return the tokens computed when `output` tokens are output, and their K and V, layer by layer."""
     resolved = params.resolve(subject.llm.loaded.generation_defaults)
@@ -60,7 +60,7 @@ def _read(engine: Engine, sequence: Sequence) -> list[Tensor]:
     return [torch.stack((layer.k[at], layer.v[at])) for layer in cache.layers[: len(engine.model.kv_specs)]]
 
 
-def _same(subject: Subject, one: Tensor, other: Tensor) -> bool:
+def _same(subject: ProofSubject, one: Tensor, other: Tensor) -> bool:
     if subject.exact:
         return torch.equal(_numbers(one), _numbers(other))
     return _apart(one, other) <= TOLERANCE[one.itemsize] * float(_numbers(other).abs().max())

@@ -11,7 +11,7 @@ from paceline.drafters import NONE
 from paceline.prove.g_test import g_test
 from paceline.prove.replay import FixedReplay, ReplayStream, toy
 from paceline.prove.report import Check
-from paceline.prove.subject import Subject
+from paceline.prove.subject import ProofSubject
 from paceline.prove.tap import Step
 from paceline.sampling_params import SamplingParams
 
@@ -22,7 +22,7 @@ FIRST_TOKENS = 3  # tokens of whole generations that are counted
 FEW, FLATTER = 3, 2.5  # top_k and temperature of whole generations: few outcomes, none of them rare
 
 
-def record(subject: Subject, method: str) -> list[Step]:
+def record(subject: ProofSubject, method: str) -> list[Step]:
     """Record steps of real generations, sampled without a seed."""
     with subject.tapped(keep=True) as tap:
         for i, prompt in enumerate(subject.prompts[: subject.effort.few + 1]):
@@ -31,7 +31,7 @@ def record(subject: Subject, method: str) -> list[Step]:
     return tap.steps
 
 
-def replayed(subject: Subject, method: str) -> Check:
+def replayed(subject: ProofSubject, method: str) -> Check:
     """Replay recorded steps. They are chosen by p and q, never by what was drawn: first those where acceptance and
     rejection are both likely."""
     steps = record(subject, method)
@@ -55,7 +55,7 @@ def replayed(subject: Subject, method: str) -> Check:
     return check
 
 
-def two_steps(subject: Subject) -> Check:
+def two_steps(subject: ProofSubject) -> Check:
     """Generate by a toy of three tokens, sharp enough to show a coin that is used in two steps."""
     check = Check(
         "sampling · coins over steps", "first tokens of a toy chain over several steps with their exact joint law"
@@ -66,7 +66,7 @@ def two_steps(subject: Subject) -> Check:
     return check
 
 
-def generations(subject: Subject) -> Check:
+def generations(subject: ProofSubject) -> Check:
     """Compare many answers to one prompt with the exact law of their first tokens."""
     check = Check("sampling · whole generations", f"first {FIRST_TOKENS} tokens of answers with their exact joint law")
     prompt = _copying_prompt(subject)
@@ -86,7 +86,7 @@ def generations(subject: Subject) -> Check:
     return check
 
 
-def _times(subject: Subject) -> tuple[tuple[int, bool], ...]:
+def _times(subject: ProofSubject) -> tuple[tuple[int, bool], ...]:
     """Return numbers of replays, and whether they start from processed logits."""
     return (subject.effort.replays, True), (subject.effort.replays // RAW_SHARE, False)
 
@@ -111,14 +111,14 @@ def _best_streams(steps: list[Step], count: int) -> list[ReplayStream]:
     return [stream for _, stream in streams[:count]]
 
 
-def _copying_prompt(subject: Subject) -> list[int]:
+def _copying_prompt(subject: ProofSubject) -> list[int]:
     """Return a prompt and a piece of its own plain answer, so that the first tokens can be copied."""
     prompt = subject.prompts[0]
     answer = subject.plain(prompt, subject.params(NONE, 1)).token_ids
     return [*prompt, *answer, *answer[: max(len(answer) // 2, 1)]]
 
 
-def _exact_law(subject: Subject, prompt: list[int]) -> dict[tuple[int, ...], float]:
+def _exact_law(subject: ProofSubject, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Return the law of the first tokens, from the logits of plain passes over every beginning."""
     wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=FEW, ignore_eos=True, speculation=NONE)
     law: dict[tuple[int, ...], float] = {(): 1.0}

@@ -72,7 +72,7 @@ class Effort:
 
 
 @dataclass
-class Subject:
+class ProofSubject:
     llm: LLM
     verify: Verify  # also used by the engine: the real one unless a fault was injected
     methods: tuple[str, ...]

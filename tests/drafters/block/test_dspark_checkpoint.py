@@ -85,7 +85,7 @@ def test_int8_shards_hold_nearly_the_same(tmp_path, group):
 
 
 def published(folder, config, tensors, **changes):
-    """Save as the authors of DFlash and DSpark do: a flat config, ids of the layers that are left, names in `model.`."""
+    """Save as the authors of DFlash and DSpark do: a flat config, ids of layers below the taps, names in `model.`."""
     write(folder, config, tensors)
     raw = json.loads((folder / "config.json").read_text())
     layer = raw["transformer_layer_config"]

@@ -13,7 +13,7 @@ from paceline.advisor.advise import LENGTHS, QUICK_LENGTHS, Advisor, check_halve
 from paceline.advisor.result import FILES, Advice
 from paceline.bench.grid import concurrencies
 from paceline.bench.prompts import Prompt, from_file, shipped
-from paceline.bench.runner import Plan
+from paceline.bench.runner import RunPlan
 from paceline.cli.bench.command import choose_folder, packaged_workloads, plan_of, settings_of
 from paceline.cli.flags import WHICH, MeasureOptions, argument, flag, with_options
 from paceline.cli.output import exit_code, print_and_save, print_json, print_note
@@ -70,7 +70,7 @@ def show(advice: Advice, *, as_json: bool) -> None:
         print_advice(advice)
 
 
-def run(options: AdviseOptions, prompts: list[Prompt], plan: Plan) -> tuple[Advice, BaseException | None]:
+def run(options: AdviseOptions, prompts: list[Prompt], plan: RunPlan) -> tuple[Advice, BaseException | None]:
     """Raise what keeps the run from any finding; a later reason to stop is returned beside the advice."""
     quick, draft_models = options.quick, options.draft_model or []
     settings = {**settings_of(plan, options.prompts, prompts), "draft_models": draft_models, "quick": quick}

@@ -20,7 +20,7 @@ import typer
 
 from paceline.bench.grid import concurrencies, split
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
-from paceline.bench.runner import Plan
+from paceline.bench.runner import RunPlan
 from paceline.cli.flags import Drafter, MeasureOptions, argument, flag, with_options
 from paceline.cli.output import exit_code, print_and_save, print_json
 from paceline.cli.progress import live
@@ -108,7 +108,7 @@ def compare_results(context: typer.Context, paths: tuple[Path, Path], *, as_json
     return 0
 
 
-def plan_of(options: MeasureOptions, levels: Sequence[int], seed: str) -> Plan:
+def plan_of(options: MeasureOptions, levels: Sequence[int], seed: str) -> RunPlan:
     """`levels`: concurrencies; `seed`: a number, or none."""
     from paceline.sampling_params import SamplingParams
 
@@ -120,17 +120,17 @@ def plan_of(options: MeasureOptions, levels: Sequence[int], seed: str) -> Plan:
     except ValueError:
         raise InvalidParameter("seed", f"must be a whole number, or none; got {seed!r}") from None
     SamplingParams(temperature=options.temperature, seed=number, max_tokens=max_tokens)  # refuses wrong values
-    return Plan(concurrencies=levels, max_tokens=max_tokens, temperature=options.temperature, seed=number)
+    return RunPlan(concurrencies=levels, max_tokens=max_tokens, temperature=options.temperature, seed=number)
 
 
-def settings_of(plan: Plan, file: Path | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def settings_of(plan: RunPlan, file: Path | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
     names = ", ".join(dict.fromkeys(prompt.workload for prompt in prompts))
     used = {"concurrency": plan.concurrencies, "max_tokens": plan.max_tokens, "temperature": plan.temperature}
     return {**used, "seed": plan.seed, "prompts": str(file) if file else names, "num_prompts": len(prompts)}
 
 
 def bench_engines(
-    options: BenchOptions, prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
+    options: BenchOptions, prompts: list[Prompt], plan: RunPlan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     with live() as bar:
         bar.stage("starting")
@@ -142,7 +142,7 @@ def bench_engines(
 
 
 def bench_endpoint(
-    options: BenchOptions, prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
+    options: BenchOptions, prompts: list[Prompt], plan: RunPlan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     from paceline.bench.endpoint import measure
     from paceline.bench.groups import check_enough
