@@ -12,7 +12,7 @@ from paceline.core.verdict import INVALID
 from paceline.engine.sampler import Sampler
 from paceline.models.backends.cpu.kernels import native_draw
 from paceline.native.library import load_library
-from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, pick_weighted, process, verify
+from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, process, sample_weighted, verify
 from paceline.verify.host import TokenSampler
 from tests.helpers.enumeration import chains
 from tests.verify import steps
@@ -92,7 +92,7 @@ def test_weights_without_numbers_are_found_in_any_vocabulary():
         weights = torch.ones(4, vocab)
         weights[1, 3], weights[2] = math.nan, 0.0
         coins = torch.full((4,), 0.5, dtype=torch.float64)
-        assert (pick_weighted(weights, coins) == INVALID).tolist() == [False, True, True, False]
+        assert (sample_weighted(weights, coins) == INVALID).tolist() == [False, True, True, False]
 
 
 def test_a_ban_of_every_token_is_not_taken_for_a_broken_model():

@@ -73,7 +73,7 @@ MUTATIONS = {
     "level by level, what was not drawn": Mutation(
         "verify.walk", "walk", "tokens[owner] == drawn[:, None]", "tokens[owner] != drawn[:, None]", "lazy walk"
     ),
-    "another p": Mutation("verify.sample", "_pick_batch", "weights.cumsum", "weights.sqrt().cumsum", "walk"),
+    "another p": Mutation("verify.sample", "_sample_batch", "weights.cumsum", "weights.sqrt().cumsum", "walk"),
 }
 
 

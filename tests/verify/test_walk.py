@@ -20,7 +20,7 @@ from paceline.models.backends.cpu.kernels import native_draw
 from paceline.native.library import open_library, runnable_variants
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
-from paceline.verify.sample import _pick, _pick_batch, pick_seeded, sample
+from paceline.verify.sample import _sample_batch, _sample_row, sample, sample_seeded
 from tests.helpers.enumeration import Toy
 from tests.verify.steps import batch_of, draws_of, flatten, greedy_draws, gumbel_noise, tree
 
@@ -430,22 +430,22 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
         assert verdict.tokens[0, : min(accepted + 1, 4)].tolist() == chain[: accepted + 1]
 
 
-def test_coins_at_the_very_ends_pick_tokens_of_positive_probability():
+def test_coins_at_the_very_ends_draw_tokens_of_positive_probability():
     logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]])
     for coin, token in ((2.0**-53, 1), (1 - 2.0**-53, 3)):
         assert sample(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
-        assert _pick(logits[0].numpy(), coin) == token
+        assert _sample_row(logits[0].numpy(), coin) == token
 
 
-def test_a_coin_picks_by_cumulative_p_in_a_large_vocabulary():
+def test_a_coin_draws_by_cumulative_p_in_a_large_vocabulary():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5000, generator=generator, dtype=torch.float64) * 3
     logits[torch.rand(5000, generator=generator) < 0.3] = -math.inf
     cumulative = torch.softmax(logits, -1).cumsum(-1)
     for coin in torch.rand(300, generator=generator, dtype=torch.float64).tolist():
         expected = int(torch.searchsorted(cumulative, torch.tensor([coin], dtype=torch.float64), right=True))
-        assert _pick(logits.numpy(), coin) == expected
-        assert _pick_batch(torch.softmax(logits, -1)[None], torch.tensor([coin], dtype=torch.float64)).tolist() == [
+        assert _sample_row(logits.numpy(), coin) == expected
+        assert _sample_batch(torch.softmax(logits, -1)[None], torch.tensor([coin], dtype=torch.float64)).tolist() == [
             expected
         ]
 
@@ -457,13 +457,13 @@ def test_a_seed_s_token_has_the_highest_sum_of_all_though_few_are_looked_at(spre
     logits[torch.rand(100, 3000, generator=generator) < 0.3] = -math.inf
     seeds, positions = torch.arange(100) * 77, torch.arange(100) + 5
     expected = (logits + gumbel_noise(seeds, positions, 3000)).argmax(-1)
-    assert pick_seeded(logits, seeds, positions).tolist() == expected.tolist()
+    assert sample_seeded(logits, seeds, positions).tolist() == expected.tolist()
 
 
 def test_a_seed_draws_from_p():
     """8,000 seeds, 8 tokens, one of them banned. 7 cells: chi-square above 42.0 has probability 2e-7."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -math.inf, 0.5, 1.5, -2.0]).expand(8_000, 8)
-    picked = pick_seeded(logits, torch.arange(8_000), torch.full((8_000,), 9))
+    picked = sample_seeded(logits, torch.arange(8_000), torch.full((8_000,), 9))
     expected = torch.softmax(logits[0].double(), -1) * 8_000
     counts = torch.bincount(picked, minlength=8).double()
     assert counts[4] == 0

@@ -91,7 +91,7 @@ class Sampler:
                 return walk_on_host(draft, logits, row_by_slot, draft.max_depth, samplers, committed, self._native)
         params, compiled = self._builder.params(sequences, lengths, req_indices), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
-        key = self._graphs.key(params.form, draft, logits)
+        key = self._graphs.key(params.filter_set, draft, logits)
         if key is None:
             self.uncaptured += self._graphs.enabled
             verdict = self._uncaptured(verify, params, draft, logits, row_of)

@@ -28,7 +28,7 @@ from paceline.verify.processors import (
     SamplingMetadata,
     edit,
 )
-from paceline.verify.sample import pick_weighted
+from paceline.verify.sample import sample_weighted
 from paceline.verify.walk import CoinSource, DrawKeys, SamplingMode, draw, propose, walk
 
 __all__ = [
@@ -47,10 +47,10 @@ __all__ = [
     "edit",
     "logprobs",
     "logprobs_at",
-    "pick_weighted",
     "probabilities",
     "process",
     "propose",
+    "sample_weighted",
     "verify",
     "with_logprobs",
 ]

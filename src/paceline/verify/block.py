@@ -16,7 +16,7 @@ from paceline.core.verdict import Verdict
 from paceline.verify.distribution import probabilities, process
 from paceline.verify.outcome import outcome, take
 from paceline.verify.processors import Nodes, SamplingMetadata
-from paceline.verify.sample import pick_weighted, sample
+from paceline.verify.sample import sample, sample_weighted
 from paceline.verify.walk import CoinSource, DrawKeys, SamplingMode
 
 
@@ -61,7 +61,7 @@ def verify_block(
     if inner.shape[0]:
         slot = stop[inner]
         residual = excess(scale[inner, slot], p[p_row[inner, slot]], q[q_row[inner, slot]])
-        last[inner] = pick_weighted(residual, coins[inner])
+        last[inner] = sample_weighted(residual, coins[inner])
     if inner.shape[0] < stop.shape[0]:
         at = row_of.gather(1, stop[:, None])[:, 0]
         last[leaf] = sample(_processed(logits, metadata, nodes, at[leaf]), coins[leaf])

@@ -20,7 +20,7 @@ from paceline.core.draft import Draft
 from paceline.core.rng import Lane, bits_of, coin_of
 from paceline.core.verdict import INVALID, HostVerdict, TokenKind, VerdictRow
 from paceline.verify.distribution import threshold
-from paceline.verify.sample import pick_seeded_row, sample
+from paceline.verify.sample import sample, sample_seeded_row
 
 LogitRow = np.ndarray[Any, Any]  # (V,)
 # (row, temperature, log min_p, top_k, top_p, coin, key of the noise) -> token; a negative coin: by seed
@@ -65,7 +65,7 @@ class TokenSampler:
             return INVALID
         tempered = self._tempered(logits)
         if self.seeded:
-            return pick_seeded_row(tempered, key)
+            return sample_seeded_row(tempered, key)
         return int(sample(torch.from_numpy(tempered)[None], torch.tensor([coin], dtype=torch.float64)))
 
     def _tempered(self, logits: LogitRow) -> LogitRow:

@@ -36,8 +36,8 @@ from paceline.verify.host import TokenSampler
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows of the columns: noise key, SamplingMode, temperature, top_k, top_p, min_p; then FilterSet and the bits of EXTRA.
-KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
-SENT = FORM  # rows a device reads
+KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FILTER_SET, EXTRA = range(8)
+SENT = FILTER_SET  # rows a device reads
 PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # bits of EXTRA
 EDITS = PENALISED | BIASED | ALLOWED | BAD_WORDS | MIN_TOKENS | GRAMMAR
 MOST_TOP_K = 1 << 31  # tokens; more than any vocabulary, so the filter is off
@@ -71,7 +71,7 @@ class ParamColumns:
         temperature = float(np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST)))
         floats[TEMPERATURE] = temperature
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
-        ints[FORM] = FilterSet.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
+        ints[FILTER_SET] = FilterSet.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
         bans = (p.allowed_token_ids, sequence.bad_words, p.min_tokens, p.structured_outputs)
         asked = (p.penalised, p.logit_bias, *bans, p.logprobs is not None)
         ints[EXTRA] = extra = sum(1 << bit for bit, one in enumerate(asked) if one)
@@ -108,7 +108,7 @@ class BatchParams(NamedTuple):
     sequences: SequenceOf[Sequence]
     columns: Ints  # (8, B)
     lengths: Ints  # (B,) committed tokens
-    form: FilterSet
+    filter_set: FilterSet
     extra: int  # bits of EXTRA that some sequence has
 
     @property
@@ -171,9 +171,9 @@ class SamplingMetadataBuilder:
             step_columns = self.columns.take(indices)
         if lengths is None:
             lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-        form = FilterSet(int(np.maximum.reduce(step_columns[FORM])))
+        filter_set = FilterSet(int(np.maximum.reduce(step_columns[FILTER_SET])))
         extra = int(np.bitwise_or.reduce(step_columns[EXTRA]))
-        return BatchParams(sequences, step_columns, lengths, form, extra)
+        return BatchParams(sequences, step_columns, lengths, filter_set, extra)
 
     def samplers(self, sequences: SequenceOf[Sequence], req_indices: Ints | None) -> list[TokenSampler] | None:
         """Return samplers for the walk on the host; None where it does not serve. `req_indices` as in `params`."""
@@ -196,11 +196,11 @@ class SamplingMetadataBuilder:
         on_device = sent(torch.from_numpy(np.vstack((of.columns[:SENT], of.lengths))), self._device)
         floats = on_device.view(torch.float64)
         draws = DrawKeys(key=on_device[KEY], committed=on_device[SENT])
-        if of.form is not FilterSet.GREEDY:
+        if of.filter_set is not FilterSet.GREEDY:
             coins = bool((of.columns[KIND] == SamplingMode.COIN).any())
             draws = DrawKeys(key=on_device[KEY], committed=on_device[SENT], kind=on_device[KIND], coins=coins)
         filters = floats[TEMPERATURE], on_device[TOP_K], floats[TOP_P], floats[MIN_P]
-        return SamplingMetadata.of(of.form, *filters, grammar=grammar, **self._edits(of)), draws
+        return SamplingMetadata.of(of.filter_set, *filters, grammar=grammar, **self._edits(of)), draws
 
     def edits(self, of: BatchParams, grammar: GrammarMasks | None = None) -> SamplingMetadata:
         """Build only what changes single logits."""

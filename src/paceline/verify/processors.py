@@ -105,19 +105,19 @@ class SamplingMetadata:
 
     @staticmethod
     def of(
-        form: FilterSet,
+        filter_set: FilterSet,
         temperature: Tensor | None = None,
         top_k: Tensor | None = None,
         top_p: Tensor | None = None,
         min_p: Tensor | None = None,
         **edits: Any,
     ) -> SamplingMetadata:
-        """Return the parameters with the columns of the form."""
+        """Return the parameters with the columns that `filter_set` needs."""
         return SamplingMetadata(
-            temperature=temperature if form >= FilterSet.DRAWS else None,
-            top_k=top_k if form >= FilterSet.TOP_K else None,
-            top_p=top_p if form >= FilterSet.FILTERS else None,
-            min_p=min_p if form >= FilterSet.FILTERS else None,
+            temperature=temperature if filter_set >= FilterSet.DRAWS else None,
+            top_k=top_k if filter_set >= FilterSet.TOP_K else None,
+            top_p=top_p if filter_set >= FilterSet.FILTERS else None,
+            min_p=min_p if filter_set >= FilterSet.FILTERS else None,
             **edits,
         )
 

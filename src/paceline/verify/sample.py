@@ -26,24 +26,24 @@ SLACK = np.float32(1.001)  # against rounding: keeping too many candidates does 
 def sample(logits: Tensor, coins: Tensor) -> Tensor:
     """Return (R,) the token whose interval of cumulative p = softmax(logits) contains the coin."""
     if logits.shape[1] <= BLOCK:
-        return _pick_batch(probabilities(logits), coins)
-    return torch.tensor([_pick(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
+        return _sample_batch(probabilities(logits), coins)
+    return torch.tensor([_sample_row(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
 
 
-def pick_weighted(weights: Tensor, coins: Tensor) -> Tensor:
+def sample_weighted(weights: Tensor, coins: Tensor) -> Tensor:
     """Return (R,) tokens by weights (R, V) that need not sum to 1, but to more than 0."""
     if weights.shape[1] <= BLOCK:
-        return _pick_batch(weights, coins)
-    return torch.tensor([_pick_weighted(*row) for row in zip(weights.numpy(), coins.tolist(), strict=True)])
+        return _sample_batch(weights, coins)
+    return torch.tensor([_sample_weighted_row(*row) for row in zip(weights.numpy(), coins.tolist(), strict=True)])
 
 
-def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+def sample_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """Return (R,) argmax(log p + Gumbel(seed, position, token)); log p up to a constant is the processed logit."""
     keys = bits(Lane.GUMBEL, seed, position).tolist()
-    return torch.tensor([pick_seeded_row(*row) for row in zip(logits.numpy(), keys, strict=True)])
+    return torch.tensor([sample_seeded_row(*row) for row in zip(logits.numpy(), keys, strict=True)])
 
 
-def _pick_batch(weights: Tensor, coins: Tensor) -> Tensor:
+def _sample_batch(weights: Tensor, coins: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     # The coin is scaled to the sum, and kept under it.
@@ -52,18 +52,18 @@ def _pick_batch(weights: Tensor, coins: Tensor) -> Tensor:
     return torch.where((total > 0) & (total < math.inf), token, INVALID)
 
 
-def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
+def _sample_row(logits: np.ndarray[Any, Any], coin: float) -> int:
     """Return the token of one row (V,), among those of positive probability."""
     highest = logits.max()
     if not -math.inf < highest < math.inf:
         return INVALID
     possible = _possible(logits)
     weights = logits - highest if possible is None else logits[possible] - highest
-    index = _pick_weighted(np.exp(weights, out=weights), coin)
+    index = _sample_weighted_row(np.exp(weights, out=weights), coin)
     return index if possible is None else int(possible[index])
 
 
-def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
+def _sample_weighted_row(weights: np.ndarray[Any, Any], coin: float) -> int:
     """Return the token of one row (V,): first the block of tokens that contains the coin, then the token."""
     ends = np.add.reduceat(weights, np.arange(0, weights.shape[0], BLOCK), dtype=np.float64).cumsum()
     if not 0 < ends[-1] < math.inf:
@@ -77,9 +77,9 @@ def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
     return block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))
 
 
-def pick_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
-    """Return `pick_seeded` of one row (V,). Logarithms are costly: they are computed only for tokens that can beat the
-    likeliest token's sum."""
+def sample_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
+    """Return `sample_seeded` of one row (V,). Logarithms are costly: they are computed only for tokens that can beat
+    the likeliest token's sum."""
     best = int(logits.argmax())
     if not -math.inf < logits[best] < math.inf:
         return INVALID

@@ -23,7 +23,7 @@ from paceline.verify.dispatch import on_device
 from paceline.verify.distribution import argmax, probabilities, process
 from paceline.verify.outcome import outcome, take
 from paceline.verify.processors import Nodes, SamplingMetadata
-from paceline.verify.sample import pick_seeded, pick_weighted, sample
+from paceline.verify.sample import sample, sample_seeded, sample_weighted
 
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # rng.coin's signature; others enumerate or replay
 
@@ -76,7 +76,7 @@ def draw(logits: Tensor, draws: DrawKeys, nodes: Nodes, source: CoinSource = coi
         seq = nodes.seq[seeded]
         # The noise is keyed by the token's position, whichever step or node draws it.
         position = draws.committed[seq] + nodes.depth[seeded]
-        tokens[seeded] = pick_seeded(_rows(logits, seeded), draws.key[seq], position)
+        tokens[seeded] = sample_seeded(_rows(logits, seeded), draws.key[seq], position)
     return tokens
 
 
@@ -139,5 +139,5 @@ def propose(
     tokens = draw(processed, replace(draws, kind=torch.where(draws.kind == SamplingMode.COIN, 0, draws.kind)), nodes)
     seq = nodes.seq[at]
     coins = source(Lane.DRAFT, draws.key[seq], draws.committed[seq], nodes.node[at])
-    tokens[at] = pick_weighted(q[at], coins)
+    tokens[at] = sample_weighted(q[at], coins)
     return tokens, q

@@ -15,7 +15,7 @@ from paceline.drafters.model.chain_sampler import ChainSampler, SampledChains, S
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.engine.policy import DraftPlan
 from paceline.testing import toy_config
-from paceline.verify import pick_weighted
+from paceline.verify import sample_weighted
 from tests.helpers.contract_toys import (
     VOCAB,
     ByRequest,
@@ -135,7 +135,7 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("asked", [{}, {"seed": 3}, {"top_k": 40, "top_p": 0.9}])
-def test_a_captured_pick_equals_its_kernels_one_by_one(asked):
+def test_a_captured_sample_equals_its_kernels_one_by_one(asked):
     device, vocab, wanted = torch.device("cuda"), 5000, params(temperature=0.7, **asked)
     graphs = SamplingGraphs(vocab, device)
     for rows in (1, 3, 1):
@@ -161,7 +161,7 @@ class Again:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeypatch):
+def test_samples_do_not_depend_on_whether_they_are_recorded(fails, monkeypatch):
     """A replay overwrites the result of the one before, so q must have been copied; padding rows have no effect."""
 
     def record(work):
@@ -337,7 +337,7 @@ def watch_q(engine):
                 torch.testing.assert_close(q[0], torch.softmax(logits / wanted.temperature, 0))
                 key = (sequence.noise_key, len(sequence.tokens), node - 1)
                 coins = coin(Lane.DRAFT, *(torch.tensor([word]) for word in key))
-                assert pick_weighted(q, coins).tolist() == [token]
+                assert sample_weighted(q, coins).tolist() == [token]
                 drawn.append(token)
         return draft
 

@@ -1,5 +1,5 @@
-"""Captured verification gives what uncaptured verification gives, in every form and size: here with graphs that call
-their work again, on a device with real ones."""
+"""Captured verification gives what uncaptured verification gives, for every FilterSet and size: here with graphs that
+call their work again, on a device with real ones."""
 
 import itertools
 
@@ -200,9 +200,9 @@ def test_a_rows_token_is_the_same_in_any_form(kernel, request):
         builder = SamplingMetadataBuilder(60, frozenset({2}), torch.device("cpu"))
         params, tokens = builder.params(sequences), []
         _, draws = builder.build(params)
-        for form in range(params.form, len(FilterSet)):
-            wide, _ = builder.build(params._replace(form=FilterSet(form)))
+        for filter_set in range(params.filter_set, len(FilterSet)):
+            wide, _ = builder.build(params._replace(filter_set=FilterSet(filter_set)))
             given = Draft.empty(60), logits, torch.arange(60)[:, None], Nodes.roots(60), wide, draws
             tokens.append(verify(*given, max_depth=0).tokens)
         assert all(torch.equal(one, tokens[0]) for one in tokens)
-        assert len(tokens) == len(FilterSet) - params.form
+        assert len(tokens) == len(FilterSet) - params.filter_set

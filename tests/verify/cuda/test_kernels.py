@@ -224,7 +224,7 @@ def test_the_first_of_equal_logits_wins_across_splits(kernels, small_splits, a_r
     assert draw(logits, greedy_draws(2), Nodes.roots(2)).tolist() == [33, 0]
 
 
-def test_coins_at_the_very_ends_pick_tokens_of_positive_probability(kernels, small_splits, a_row_a_program):
+def test_coins_at_the_very_ends_draw_tokens_of_positive_probability(kernels, small_splits, a_row_a_program):
     logits = torch.full((4, 60), -math.inf, dtype=torch.float64)
     logits[:, 20], logits[:, 37], logits[:, 41] = 0.0, -200.0, 1.0
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53, 0.1, 0.9], dtype=torch.float64)

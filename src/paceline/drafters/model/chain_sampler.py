@@ -65,7 +65,7 @@ class ChainSampler:
         self._coins = tuple(np.flatnonzero(params.columns[KIND] == SamplingMode.COIN).tolist())
         self._seq = torch.arange(len(sequences), device=graphs.device)
         self._q = torch.empty(count if self._coins else 0, len(sequences), graphs.vocab_size, device=graphs.device)
-        self._graph = None if params.edits else graphs.of(params.form, len(sequences))
+        self._graph = None if params.edits else graphs.of(params.filter_set, len(sequences))
         if self._graph is not None:
             self._graph.begin(self._metadata, self._draws)
 
@@ -95,28 +95,28 @@ class SamplingGraphs:
         self._logits = torch.empty(0)  # the input of every graph: one is replayed at a time
         self._recorder = GraphRecorder()
 
-    def of(self, form: FilterSet, rows: int) -> SamplingGraph | None:
+    def of(self, filter_set: FilterSet, rows: int) -> SamplingGraph | None:
         """Return the graph for this number of rows; None: too many rows, or nothing to draw."""
-        if form is FilterSet.GREEDY or rows > MOST_ROWS:
+        if filter_set is FilterSet.GREEDY or rows > MOST_ROWS:
             return None
         rows = 1 << (rows - 1).bit_length()
-        if (form, rows) not in self._made:
+        if (filter_set, rows) not in self._made:
             if not self._made:
                 self._logits = torch.zeros(MOST_ROWS, self.vocab_size, device=self.device)
-            self._made[form, rows] = SamplingGraph(self._logits[:rows], form, self._recorder)
-        return self._made[form, rows]
+            self._made[filter_set, rows] = SamplingGraph(self._logits[:rows], filter_set, self._recorder)
+        return self._made[filter_set, rows]
 
 
 class SamplingGraph:
     """`propose` for up to `rows` rows. Padding rows draw too, and their tokens are ignored."""
 
-    def __init__(self, logits: Tensor, form: FilterSet, recorder: GraphRecorder) -> None:
+    def __init__(self, logits: Tensor, filter_set: FilterSet, recorder: GraphRecorder) -> None:
         self._logits, rows = logits, len(logits)
         self._every = torch.arange(rows, device=logits.device)
         key, committed, kind, top_k = torch.zeros(4, rows + rows % 2, dtype=torch.int64, device=logits.device)[:, :rows]
         self._depth = torch.zeros_like(self._every)
         temperature, top_p, min_p = torch.ones(3, rows + rows % 2, dtype=torch.float64, device=logits.device)[:, :rows]
-        self._metadata = SamplingMetadata.of(form, temperature, top_k, top_p, min_p)
+        self._metadata = SamplingMetadata.of(filter_set, temperature, top_k, top_p, min_p)
         self._draws = DrawKeys(key=key, committed=committed, kind=kind)
         self._recorder, self._captures = recorder, logits.is_cuda
         self._captured: CudaGraph | None = None

@@ -1,4 +1,4 @@
-"""Verification of a step as one CUDA graph, captured at start-up for every form and size that can occur in serving.
+"""Verification of a step as one CUDA graph, captured at start-up for every FilterSet and size that serving can have.
 
 A step is padded: its rows of logits, its sequences and the width of its drafts to one of few sizes, and the columns of
 its parameters to a `FilterSet`. All its numbers lie in one buffer of that size, which one copy from pinned memory
@@ -37,7 +37,7 @@ TREE = ("tokens", "parents", "depth")  # may lie on the device
 
 
 class StepKey(NamedTuple):
-    form: FilterSet
+    filter_set: FilterSet
     rows: int  # rows of logits
     batch: int  # sequences
     width: int  # nodes of a draft
@@ -128,21 +128,21 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def key(self, form: FilterSet, draft: Draft, logits: Tensor) -> StepKey | None:
+    def key(self, filter_set: FilterSet, draft: Draft, logits: Tensor) -> StepKey | None:
         """Return the key of the step's graph; None: none was captured."""
         if not self.enabled or logits.data_ptr() != self._logits.data_ptr() or not logits.is_contiguous():
             return None
         rows, width = len(logits), next((width for width in WIDTHS if draft.width <= width), -1)
-        sampled = draft.q is not None and form is not FilterSet.GREEDY
+        sampled = draft.q is not None and filter_set is not FilterSet.GREEDY
         if sampled and not self._takes(draft.q, width):
             return None
-        key = self._key(form, rows, width, sampled)
+        key = self._key(filter_set, rows, width, sampled)
         return key if key in self._graphs and draft.batch <= key.batch else None
 
     def verify(self, key: StepKey, columns: Ints, draft: Draft, row_of: Tensor) -> Verdict:
         """Verify a step with this key; the verdict stays valid when the next step is verified."""
         inputs = self._inputs[key[1:4]]
-        plain = key.form is FilterSet.GREEDY and not key.width
+        plain = key.filter_set is FilterSet.GREEDY and not key.width
         inputs.fill(columns, draft, row_of, plain, self._staging)
         if key.sampled and draft.q is not None:
             self._q[: len(draft.q.probs)].copy_(draft.q.probs)
@@ -165,16 +165,16 @@ class GraphCache:
         """Yield the keys that can occur in serving, the largest first: the graphs share scratch memory."""
         keys: dict[StepKey, None] = {}
         for rows in range(self._rows, 0, -1):
-            for form, width in itertools.product(FilterSet, WIDTHS):
+            for filter_set, width in itertools.product(FilterSet, WIDTHS):
                 if rows > 1 if width else rows <= self._most:
-                    keys[self._key(form, rows, width, sampled=False)] = None
-                if rows > 1 and width == SAMPLED_WIDTH and form is not FilterSet.GREEDY and len(self._q):
-                    keys[self._key(form, rows, width, sampled=True)] = None
+                    keys[self._key(filter_set, rows, width, sampled=False)] = None
+                if rows > 1 and width == SAMPLED_WIDTH and filter_set is not FilterSet.GREEDY and len(self._q):
+                    keys[self._key(filter_set, rows, width, sampled=True)] = None
         yield from keys
 
     def kinds(self) -> list[StepKey]:
         """Return one key of each set of kernels."""
-        return list({(key.form, key.width, key.sampled): key for key in self.keys()}.values())
+        return list({(key.filter_set, key.width, key.sampled): key for key in self.keys()}.values())
 
     def run(self, key: StepKey, verify: Verify) -> Verdict:
         """Run a made-up step kernel by kernel, which compiles and loads them."""
@@ -208,15 +208,15 @@ class GraphCache:
         fits = q.probs.shape[1] == self._logits.shape[1] and q.probs.dtype == self._q.dtype
         return q.ids is None and fits and 0 < len(q.probs) <= len(self._q) and width == SAMPLED_WIDTH
 
-    def _key(self, form: FilterSet, rows: int, width: int, sampled: bool) -> StepKey:
+    def _key(self, filter_set: FilterSet, rows: int, width: int, sampled: bool) -> StepKey:
         """Return the key of a step with these rows, padded."""
         padded = 1 << (rows - 1).bit_length() if width == WIDTHS[-1] else rounded(rows)
         padded = min(padded, len(self._logits))
-        return StepKey(form, padded, min(padded, self._most) if width else padded, width, sampled)
+        return StepKey(filter_set, padded, min(padded, self._most) if width else padded, width, sampled)
 
     def _work(self, key: StepKey, verify: Verify) -> Callable[[], Verdict]:
         at = self._inputs[key[1:4]].at
-        kind = None if key.form is FilterSet.GREEDY else at["kind"]
+        kind = None if key.filter_set is FilterSet.GREEDY else at["kind"]
         draws = DrawKeys(key=at["key"], committed=at["committed"], kind=kind)
         filters = [at[name] for name in ("temperature", "top_k", "top_p", "min_p")]
         q = Proposal(probs=self._q, row_of=at["q_row"]) if key.sampled else None
@@ -235,7 +235,7 @@ class GraphCache:
             if key.width and kind is not None:
                 depth = torch.where(node >= 0, draft.depth[seq, node.clamp_min(0)], 0)
             nodes = Nodes(seq=seq, node=node, depth=depth, path=node.new_empty(key.rows, 0))
-            metadata = SamplingMetadata.of(key.form, *filters)
+            metadata = SamplingMetadata.of(key.filter_set, *filters)
             return verify(draft, logits, at["row_of"], nodes, metadata, draws, max_depth=key.width)
 
         return work
