@@ -74,7 +74,7 @@ ENGINE = {
     "typical_acceptance_sampler_posterior_threshold": LOSSY,
     "typical_acceptance_sampler_posterior_alpha": LOSSY,
     "speculative_max_model_len": VllmArgument("is max_model_len here, for the target and its draft model"),
-    "speculative_disable_by_batch_size": VllmArgument("drafting rests by itself where it does not pay; leave it out"),
+    "speculative_disable_by_batch_size": VllmArgument("drafting pauses by itself where it does not pay; leave it out"),
 }
 SAMPLING = {
     "best_of": VllmArgument("is not there; ask for n answers and choose one by its cumulative_logprob", (1,)),

@@ -99,6 +99,6 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def loops(tokens: Sequence[Hashable]) -> bool:
-    """Return whether a run of 16 tokens occurs twice. Methods that copy are fast on loops, which help nobody."""
+    """Return whether a run of 16 tokens occurs twice. Methods that copy are fast on loops, which no user wants."""
     runs = [tuple(tokens[start : start + LOOP]) for start in range(len(tokens) - LOOP + 1)]
     return len(set(runs)) < len(runs)

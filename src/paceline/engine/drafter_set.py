@@ -269,7 +269,7 @@ class DrafterSet:
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
             if any(map(operator.gt, draft.shape.num_nodes, [row.max_nodes for row in rows])):
-                raise ValueError("more nodes than the budget of a row")
+                raise ValueError("more nodes than max_nodes of its row")
             # A draft that is only on the device is not checked: to look at its q is to wait.
             if draft.q is not None and not draft.tokens_on_device and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")

@@ -37,13 +37,13 @@ def numbered_lines(text: str) -> list[tuple[int, str]]:
 def read_object(line: str, forms: Iterable[str], field: str, origin: str) -> tuple[str, dict[str, Any]]:
     """Return the form of a line, which is its only key among `forms`, and the whole object."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidParameter(field, f"{origin} is not JSON: {error}") from error
-    named = [form for form in forms if form in found] if isinstance(found, dict) else []
+    named = [form for form in forms if form in value] if isinstance(value, dict) else []
     if len(named) != 1:
         raise InvalidParameter(field, f"{origin} must be an object with one of {', '.join(forms)}")
-    return named[0], found
+    return named[0], value
 
 
 def some_text(value: Any, what: str, field: str, origin: str) -> str:

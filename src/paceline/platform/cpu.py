@@ -214,10 +214,10 @@ def _recall(cache: Path | None, key: str) -> bool | None:
     if cache is None:
         return None
     try:
-        found = json.loads((cache / "amx.json").read_text())
+        stored = json.loads((cache / "amx.json").read_text())
     except (OSError, ValueError):
         return None
-    return found.get("traps") if isinstance(found, dict) and found.get("key") == key else None
+    return stored.get("traps") if isinstance(stored, dict) and stored.get("key") == key else None
 
 
 def _remember(cache: Path | None, key: str, traps: bool) -> None:

@@ -83,8 +83,8 @@ class ChangingPolicy(FixedPolicy):
             return DraftPlan()
         drawn = zlib.crc32(f"{sequence.index} {len(sequence.tokens)}".encode())
         method = self._choices[drawn % len(self._choices)]
-        budget = min(1 + drawn // 97 % MOST_DRAFTED, sequence.remaining - 1)
-        return DraftPlan(method, budget) if method != NONE and budget > 0 else DraftPlan()
+        max_nodes = min(1 + drawn // 97 % MOST_DRAFTED, sequence.remaining - 1)
+        return DraftPlan(method, max_nodes) if method != NONE and max_nodes > 0 else DraftPlan()
 
 
 @contextmanager

@@ -105,8 +105,8 @@ def _off_by_one(engine: Engine) -> Any:
         for index, accepted in zip(flight.batch.sampling, flight.unread.num_accepted.tolist(), strict=True):
             if accepted < flight.layout.shape.num_nodes[index]:
                 sequence = flight.batch.sequences[index]
-                kept = len(sequence.tokens) - 1 + accepted
-                to, source = slots_held(sequence, (kept, kept + 1), cache.block_size).tolist()
+                length = len(sequence.tokens) - 1 + accepted
+                to, source = slots_held(sequence, (length, length + 1), cache.block_size).tolist()
                 layer.k[to], layer.v[to] = layer.k[source].clone(), layer.v[source].clone()
         return flight
 

@@ -85,10 +85,10 @@ def _by_alpha(axes: Axes, case: Case, k: int) -> None:
         axes.plot(
             alphas, [speedup(a, k, case.draft_cost, case.verify_cost) for a in alphas], color=HERE, label=f"k = {k}"
         )
-        here = alpha_for(tokens_from_survival(case.survival[:k]), k)
-        assert here is not None, "k tokens and one more at most"
+        alpha = alpha_for(tokens_from_survival(case.survival[:k]), k)
+        assert alpha is not None, "k tokens and one more at most"
         gain = speedup_from_survival(case.survival[:k], case.draft_cost, case.verify_cost)
-        _mark(axes, here, gain, f"α {here:.2f}: {gain:.2f}x", left=here > 0.3, below=here <= 0.3)
+        _mark(axes, alpha, gain, f"α {alpha:.2f}: {gain:.2f}x", left=alpha > 0.3, below=alpha <= 0.3)
         if (even := break_even(k, case.draft_cost, case.verify_cost)) is not None:
             _mark(axes, even, 1.0, f"break-even α {even:.2f}", below=True, color=LOSS)
     axes.legend(loc="upper left")
@@ -121,10 +121,10 @@ def _gains(case: Case, last: int) -> list[float]:
 
 def _powers(end: int) -> list[int]:
     """Return whole batches up to `end` or the power of two above it, sixteen to each doubling."""
-    found = {1}
-    while max(found) < end:
-        found.add(max(max(found) + 1, round(max(found) * 2 ** (1 / 16))))
-    return sorted(found)
+    batches = {1}
+    while max(batches) < end:
+        batches.add(max(max(batches) + 1, round(max(batches) * 2 ** (1 / 16))))
+    return sorted(batches)
 
 
 def _mark(

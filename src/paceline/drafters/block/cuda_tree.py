@@ -76,10 +76,10 @@ def _join(keys, peaks, shares, tokens, best, others, parts, vocab, COUNT: tl.con
     """Write `others`, the log of the probability mass, before the Markov head, of tokens that are no candidates."""
     row = tl.program_id(0)
     at, lane = tl.arange(0, PARTS * COUNT), tl.arange(0, PARTS)
-    found = tl.load(keys + row * parts * COUNT + at, mask=at < parts * COUNT, other=-(2**63))
+    candidates = tl.load(keys + row * parts * COUNT + at, mask=at < parts * COUNT, other=-(2**63))
     peak = tl.load(peaks + row * parts + lane, mask=lane < parts, other=float("-inf"))
     share = tl.load(shares + row * parts + lane, mask=lane < parts, other=0.0)
-    top = tl.topk(found, COUNT)
+    top = tl.topk(candidates, COUNT)
     score, total = _score(top), _total(peak, share)
     highest = tl.max(score)
     among = tl.minimum(tl.sum(tl.exp(score - highest)) * tl.exp(highest - total), 1 - 1e-6)

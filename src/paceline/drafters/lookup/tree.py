@@ -114,9 +114,9 @@ def longest_place(index: SuffixIndex, context: Context, shortest: int, longest: 
     best, place, matches = (0, 0), list[Place](), dict[int, int]()
     for level, n in enumerate(LEVELS):
         for position in index.occurrences(level, context, matches):
-            found = min(matches[position], longest), position
-            if found[0] >= shortest and found > best:
-                best, place = found, [(matches[position], 1.0, position, index)]
+            match = min(matches[position], longest), position
+            if match[0] >= shortest and match > best:
+                best, place = match, [(matches[position], 1.0, position, index)]
         if best[0] >= n or n <= shortest:  # shorter matches, or the places known
             break
     return place

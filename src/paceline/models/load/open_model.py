@@ -127,9 +127,9 @@ def _expansions(weights: Weights, decoder: Decoder) -> list[str]:
         for product, names in PRODUCTS.items():
             stored = {weights.kinds[f"model.layers.{index}.{name}.weight"] for name in names}
             plain = {decoder.dtypes.kept(kind) or kind for kind in stored if not _is_small(kind)}
-            kept: set[WeightKind] = getattr(layer, product).kinds
-            large = {kind for kind in kept if not _is_small(kind)}
-            if any(map(_is_small, stored)) and (large == kept or large - plain):
+            in_memory: set[WeightKind] = getattr(layer, product).kinds
+            large = {kind for kind in in_memory if not _is_small(kind)}
+            if any(map(_is_small, stored)) and (large == in_memory or large - plain):
                 wide.append(min(large - plain or large))
     if not wide:
         return []

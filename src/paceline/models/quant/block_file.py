@@ -50,8 +50,8 @@ def write_blocks(
     }
 
     def data(name: str, kind: WeightKind) -> Tensor:
-        given = weight(name)
-        return given.data if kind.is_blocks else given.to(kind, given.data.device).data
+        stored = weight(name)
+        return stored.data if kind.is_blocks else stored.to(kind, stored.data.device).data
 
     kinds = {name: kind.name for name, kind, _ in entries if kind.is_blocks}
     write_tensors(path, headers, (data(name, kind) for name, kind, _ in entries), written, kinds)

@@ -59,20 +59,20 @@ def quantization_config(kind: WeightKind, group: int) -> dict[str, Any]:
 
 
 def headers(weights: Weights, config: ModelConfig, kind: WeightKind, group: int) -> dict[str, Header]:
-    found: dict[str, Header] = {}
+    by_name: dict[str, Header] = {}
     for name, shape in expected_shapes(config).items():
         if not is_rounded(name, shape):
-            found[name] = Header(DTYPES.get(weights.kinds[name], "F32"), shape)
+            by_name[name] = Header(DTYPES.get(weights.kinds[name], "F32"), shape)
             continue
         layer, (n, k) = name.removesuffix(".weight"), shape
         if kind is WeightKind.INT4:
-            found[f"{layer}.weight_packed"] = Header("I32", (n, k // 8))
-            found[f"{layer}.weight_scale"] = Header("BF16", (n, k // group))
-            found[f"{layer}.weight_shape"] = Header("I64", (2,))
+            by_name[f"{layer}.weight_packed"] = Header("I32", (n, k // 8))
+            by_name[f"{layer}.weight_scale"] = Header("BF16", (n, k // group))
+            by_name[f"{layer}.weight_shape"] = Header("I64", (2,))
         else:
-            found[name] = Header("F8_E4M3", (n, k))
-            found[f"{layer}.weight_scale"] = Header("BF16", (n, 1))
-    return found
+            by_name[name] = Header("F8_E4M3", (n, k))
+            by_name[f"{layer}.weight_scale"] = Header("BF16", (n, 1))
+    return by_name
 
 
 def tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, kind: WeightKind, group: int) -> Iterator[Tensor]:

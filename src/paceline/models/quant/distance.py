@@ -44,15 +44,15 @@ class Alone:
 def compared_tokens(model: Path, texts: Iterable[str]) -> list[list[int]]:
     """Encode prompts, before the model's weights are read."""
     config, tokenizer = load_config(model), Tokenizer.from_path(model)
-    found = [tokenizer.encode(text)[: min(LONGEST, config.max_positions)] for text in texts]
-    if not any(found):
+    prompts = [tokenizer.encode(text)[: min(LONGEST, config.max_positions)] for text in texts]
+    if not any(prompts):
         raise InvalidParameter("prompts", "there is no token in them to compare; give other prompts")
-    if (largest := max(max(tokens, default=0) for tokens in found)) >= config.vocab_size:
+    if (largest := max(max(tokens, default=0) for tokens in prompts)) >= config.vocab_size:
         raise BrokenModel(
             f"{model}: its tokenizer makes token {largest} of a prompt, which the vocabulary of {config.vocab_size} "
             "lacks; take the tokenizer that belongs to it, or give other prompts (--prompts)"
         )
-    return [tokens for tokens in found if tokens]
+    return [tokens for tokens in prompts if tokens]
 
 
 def distance(original: Decoder, rounded: Decoder, prompts: Iterable[Sequence[int]]) -> dict[str, float]:

@@ -59,8 +59,8 @@ def quantize_folder(
     refuse_existing(out)
     if not source.is_dir():
         raise InvalidParameter("model", f"{source} is stored as blocks already; name a folder of safetensors")
-    if (given := load_quantization(source)) is not None:
-        raise InvalidParameter("model", f"{source} is quantised already ({given.method}); name the original model")
+    if (settings := load_quantization(source)) is not None:
+        raise InvalidParameter("model", f"{source} is quantised already ({settings.method}); name the original model")
     config = load_config(source)
     weights = load_weights(source, config)
     if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks or kind.has_scales), None):
@@ -124,8 +124,8 @@ def _compressed(
     rounded = {name for name, shape in expected_shapes(config).items() if is_rounded(name, shape)}
 
     def write(folder: Path) -> None:
-        found = headers(weights, config, kind, group)
-        write_tensors(folder / WEIGHTS, found, tensors(weights, config, kind, group), progress)
+        tensor_headers = headers(weights, config, kind, group)
+        write_tensors(folder / WEIGHTS, tensor_headers, tensors(weights, config, kind, group), progress)
         settings = read_model_json(folder / CONFIG) | {"quantization_config": quantization_config(kind, group)}
         (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

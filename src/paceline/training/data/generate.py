@@ -175,7 +175,7 @@ class Maker:
 
     def _written(self, frame: tuple[list[int], list[int]]) -> set[Tokens]:
         """Return the prompts in the store, without their frame."""
-        names = self.store.shards_of(SYNTHETIC, made=True)
+        names = self.store.shards_of(SYNTHETIC, generated=True)
         stored = self.store.read(names) if names else ()
         ends = [(tokens, int(answer.argmax()) - len(frame[1])) for tokens, answer in stored]
         return {tuple(tokens[len(frame[0]) : end].tolist()) for tokens, end in ends}

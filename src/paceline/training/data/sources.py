@@ -40,6 +40,6 @@ def sources_of(
             raise InvalidParameter("data", f"{path}: its source would be {name}, which is {other}; rename the file")
         text, _ = read_file(path, "data")
         origin = f"{len(text)} {digest(text)}"
-        files[name] = Source(name, origin + by_target if regenerate else origin, made=regenerate)
-    synthetic = (Source(SYNTHETIC, by_target.strip(), made=True, count=synthesise),) if synthesise else ()
+        files[name] = Source(name, origin + by_target if regenerate else origin, generated=regenerate)
+    synthetic = (Source(SYNTHETIC, by_target.strip(), generated=True, count=synthesise),) if synthesise else ()
     return (*files.values(), *synthetic)

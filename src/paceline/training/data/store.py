@@ -103,7 +103,7 @@ class Source:
 
     name: str
     origin: str  # fingerprint of all that decides about the tokens
-    made: bool = False  # True: answers of the target, in numbered shards; False: a file, in one shard
+    generated: bool = False  # True: answers of the target, in numbered shards; False: a file, in one shard
     count: int = 0  # prompts that the target writes
 
 
@@ -137,11 +137,15 @@ class TokenStore:
 
     def accept(self, source: Source) -> None:
         """Refuse a source whose shards in this store are of another origin."""
-        key = f"{source.name}-" if source.made else source.name
+        key = f"{source.name}-" if source.generated else source.name
         if self._origins.get(key) == source.origin:
             return
-        if self.shards_of(source.name, made=source.made):
-            of = "another file, --length or target" if source.made else "another file, or of this one as it was before"
+        if self.shards_of(source.name, generated=source.generated):
+            of = (
+                "another file, --length or target"
+                if source.generated
+                else "another file, or of this one as it was before"
+            )
             raise InvalidParameter(
                 "data", f"{self.folder} holds {source.name} of {of}; delete that folder, or choose another --out"
             )
@@ -155,14 +159,14 @@ class TokenStore:
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("*.npz"))
 
-    def shards_of(self, name: str, *, made: bool) -> list[str]:
+    def shards_of(self, name: str, *, generated: bool) -> list[str]:
         """Return the names of a source's shards."""
-        pattern = re.compile(re.escape(name) + (r"-\d{8}" if made else ""))
+        pattern = re.compile(re.escape(name) + (r"-\d{8}" if generated else ""))
         return [path.stem for path in self.shards() if pattern.fullmatch(path.stem)]
 
     def shards_by_source(self, sources: SequenceOf[Source]) -> list[list[str]]:
         """Return the names of the shards of each source; a source without one is refused."""
-        names = [self.shards_of(source.name, made=source.made) for source in sources]
+        names = [self.shards_of(source.name, generated=source.generated) for source in sources]
         for source, shards in zip(sources, names, strict=True):
             if not shards:
                 raise InvalidParameter(
@@ -182,7 +186,7 @@ class TokenStore:
         write_text(self.folder / COMPLETE, self._inventory(sources))
 
     def _inventory(self, sources: SequenceOf[Source]) -> str:
-        shards = [self.shards_of(source.name, made=source.made) for source in sources]
+        shards = [self.shards_of(source.name, generated=source.generated) for source in sources]
         return json.dumps({"sources": [asdict(source) for source in sources], "shards": shards})
 
     def has(self, name: str) -> bool:
