@@ -32,7 +32,7 @@ CELLS: dict[str, tuple[dict[str, Any], float, str]] = {
 }
 KINDS = {"plain": False, "drafted": True}
 OUTSIDE = ("pass", "drafter")  # not the engine's own
-# What is watched, by phase: names of functions of the engine's parts. Inner ones count apart from outer ones.
+# Functions that are timed, by phase and part of the engine. Inner ones count apart from outer ones.
 PHASES = {
     "pass": {"model": ("forward",)},
     "schedule": {"scheduler": ("schedule",)},

@@ -196,7 +196,7 @@ class Times:
     def __init__(self, noisy: bool) -> None:
         self._noise, self._noisy, self._level, self._left = random.Random(1), noisy, 1.0, 0.0
 
-    def told(self, seconds: float) -> float:
+    def observed(self, seconds: float) -> float:
         if not self._noisy:
             return seconds
         if self._left <= 0:  # a slow phase, or the end of one
@@ -341,7 +341,7 @@ class Replay:
             for i in result.ended:
                 result.sequences[i].finish_reason = "stop"
                 drafter.release(result.sequences[i])
-        rows, took = len(live) + nodes, self.times.told(seconds) + deciding
+        rows, took = len(live) + nodes, self.times.observed(seconds) + deciding
         if self.drafters:
             self.policy.observe(result, StepTiming(len(live), rows, took, known, ahead=ahead))
         return seconds + (deciding if self.deciding else 0.0)

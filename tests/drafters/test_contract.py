@@ -65,7 +65,7 @@ from tests.helpers.fakes import requests_strategy
 METHODS = list(TABLE)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
 DEVICE = {AHEAD, *EARLY, *NATIVE_EARLY}  # ways that run ahead of the host
-# Of dspark's and eagle3's classes, or right about one text alone: long tables of parameters run without these.
+# Ways with dspark's and eagle3's classes, or right about one text alone: long tables of parameters run without these.
 TWINS = {"dflash", "eagle", "dflash, native", "dspark, native int8, overfit"}
 AS_NATIVE = {"dspark": "dspark, native int8", "dflash": "dflash, native"}  # what a CPU has in place of torch's
 FALSE_ALARM = 1e-6  # of each statistical test

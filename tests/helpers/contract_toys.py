@@ -349,7 +349,7 @@ MAKERS = {
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}
-# As where there is no native library.
+# Ways of a machine without a native library.
 PLAIN = {
     "ngram, in Python": lambda config: METHODS["ngram"].make(
         context_for(config, ngram_min=1, ngram_max=3), native=False

@@ -86,7 +86,7 @@ def nested(depth: int, kind: str = "[") -> bytes:
     return b'{"a":' * depth + b"1" + b"}" * depth if kind == "{" else b"[" * depth + b"]" * depth
 
 
-# As bytes of JSON: not all of them can be written by an encoder.
+# Bytes of JSON, since an encoder cannot write all of them.
 VALUES: tuple[bytes, ...] = (
     *(b"null", b"true", b"false", b"0", b"-1", b"1", b"0.5", b"-0.0", b'""', b"[]", b"{}", b'"x"', b"[null]", b"[[]]"),
     *(b"NaN", b"Infinity", b"-Infinity", b"1e308", b"1e999", b"-1e999", b"1e-320"),

@@ -102,7 +102,7 @@ class Scene:
 def scene(lengths: list[int], kv_heads: int = 2, dim: int = 16, spare: int = 4) -> Scene:
     per_sequence = [-(-length // BLOCK) for length in lengths]
     blocks = torch.randperm(sum(per_sequence) + spare).tolist()
-    # What was never written may hold anything: NaN shows up wherever it is read.
+    # Slots that were never written may hold anything: NaN shows up wherever one is read.
     k, v = (torch.full(((len(blocks)) * BLOCK, kv_heads, dim), float("nan")) for _ in range(2))
     tables = torch.full((len(lengths), max(per_sequence)), -1, dtype=torch.int32)
     tokens = []

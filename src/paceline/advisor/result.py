@@ -61,7 +61,7 @@ class Advice:
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """None: nothing is known yet."""
+        """Return the recommendation; None: nothing is known yet."""
         return recommend(self.known) if self.known else None
 
     @property

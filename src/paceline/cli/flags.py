@@ -94,7 +94,7 @@ class ModelOptions:
 
     @property
     def target(self) -> tuple[str, ...]:
-        """Every option on which the model's output depends, but for sampling."""
+        """Return all options but those of sampling on which the model's output depends."""
         return self.model, self.dtype, self.activations, self.kv_dtype
 
     @property

@@ -27,7 +27,7 @@ from paceline.models.load.hf_config import rope_scaling
 from paceline.models.spec import ModelConfig, RopeConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # families of drafters' layers
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # family -> architecture of the layers
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; other embeddings are near 0
 

@@ -63,7 +63,7 @@ class Scheduler:
         self._rows: dict[str, Row] = {}  # rows of the step being scheduled, by sequence key
         self._num_tokens = self._num_drafted = 0  # in these rows
         self._changes = 0  # sequences that joined or left since the start
-        self._looking: dict[str, Sequence] = {}  # running sequences of which the host must see each token
+        self._looking: dict[str, Sequence] = {}  # running sequences whose next token may need the host
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)

@@ -100,7 +100,7 @@ struct Dot {
 };
 #endif
 
-struct RoundedBlock {  // one row's
+struct RoundedBlock {  // a block of one row
     int8_t codes[BLOCK];
     float scale, scaled_sum;  // scaled_sum: scale times the sum of the codes
     int32_t starts[2];        // initial integer sum of a group: -ZERO times the sum of its codes

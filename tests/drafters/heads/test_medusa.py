@@ -118,7 +118,7 @@ def test_heads_that_know_the_answer_by_heart_are_always_right():
     engine = Engine(decoder, config, drafters=[drafter], policy=ByRequest({}, DraftPlan(MEDUSA, 2)))  # a chain of two
     (sequence,) = run(engine, requests)[0].values()
     assert sequence.output_tokens == result
-    # Of the last tokens nothing was known.
+    # The heads know nothing of the last tokens.
     assert sequence.stats.num_accepted_tokens >= sequence.stats.num_draft_tokens - 3 > 12
     assert engine.drafters.failures == 0
 

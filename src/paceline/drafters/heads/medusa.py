@@ -125,7 +125,7 @@ class MedusaDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
-        """On a GPU, run and capture every shape once, so that no draft waits for compiling or capturing."""
+        """Run and capture every shape once on a GPU, so that no draft waits for compiling or capturing."""
         super().bind(caches, block_size)
         if self._inputs is None:
             return

@@ -117,7 +117,7 @@ def _walk(
     tokens, parents, num_nodes, drawn, row_of, rows, out_tokens, out_accepted, out_path, out_kinds, count, width, depth,
     ROWS: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """From the root to the first slot none of whose children carries the token drawn there."""
+    """Walk from the root to the first slot none of whose children carries the token drawn there."""
     row, live = my_rows(count, ROWS)
     if rows is not None:
         row = tl.load(rows + row, live, -1)
