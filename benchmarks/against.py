@@ -34,7 +34,7 @@ ACTIVATIONS = ("float32", "int8")
 SIZES, PROMPT = (1, 4, 8, 16), 256
 KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.8, "top_p": 0.9}}
 
-Cells = dict[str, Callable[[LLM], Any]]  # by "ACTIVATIONS rest": the outputs of an LLM with these activations
+Cells = dict[str, Callable[[LLM], Any]]  # key: "ACTIVATIONS rest"; outputs of an LLM with these activations
 
 
 # -- cells

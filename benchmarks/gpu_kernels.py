@@ -31,7 +31,7 @@ from paceline.verify import DrawKeys, Nodes, SamplingMetadata, SamplingMode, pro
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 32, 32, 8, 128
 NODES, CONTEXTS = (1, 8, 32, 64), (1024, 16384)
-Spans = list[tuple[int, int]]  # of each sequence: keys before the pass, and rows
+Spans = list[tuple[int, int]]  # keys before the pass, and rows, of each sequence
 DECODES: Spans = [(100 + 500 * at // 30, 1) for at in range(31)]
 PASSES: dict[str, Spans] = {
     "31 decodes, 225 of a prompt at 3870": [*DECODES, (3870, 225)],
@@ -148,7 +148,7 @@ class Case:
     seeded: bool = False
     top_p: float | None = None
     q: float | None = None  # how far the drafter's logits are from the target's; None: a deterministic draft
-    children: int = 1  # of a node
+    children: int = 1  # children of a node
 
 
 CASES = (

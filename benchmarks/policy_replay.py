@@ -59,7 +59,7 @@ class Drafting:
 
     any_s: float
     row_s: float
-    asked_s: float  # what one question takes, and what the policy makes of the answer
+    asked_s: float  # time of one question, and of the policy with the answer
     depth_s: tuple[tuple[int, float], ...] = ()  # (up to so many rows, each)
 
     def seconds(self, rows: int, depth: int) -> float:
@@ -69,7 +69,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Clock:
-    pass_s: dict[int, float]  # by rows
+    pass_s: dict[int, float]  # rows -> seconds of a pass
     padded: bool  # to the next number of rows in the table; otherwise what lies between is interpolated
     step_s: float
     plan_s: float  # deciding in steps where a drafter has evidence, probes excluded

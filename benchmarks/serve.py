@@ -53,7 +53,7 @@ from paceline.text.tokenizer import Tokenizer
 
 MODES = (AUTO, NONE)
 PARTNER = {f"server {AUTO}": f"engine {NONE}", f"server {NONE}": f"engine {AUTO}"}  # arms with equal jobs
-ORDERS = (AUTO, NONE, NONE, AUTO), (NONE, AUTO, AUTO, NONE)  # of `cost`: a drift of the machine falls on both alike
+ORDERS = (AUTO, NONE, NONE, AUTO), (NONE, AUTO, AUTO, NONE)  # for `cost`: a drift of the machine falls on both alike
 CIRCLE_PROMPTS = tuple(f"Tell me something about the number {number}." for number in range(24))
 
 
@@ -204,7 +204,7 @@ def cost_level(args: argparse.Namespace, server: Server, prompts: list[Prompt], 
             for mode in MODES:
                 by_mode[mode].append(sum(times[unit] for each, times in runs if each == mode))
         longest = max(longest, time.perf_counter() - began)
-    tokens = 2 * 2 * clients * args.max_tokens  # of a mode in a block
+    tokens = 2 * 2 * clients * args.max_tokens  # tokens of a mode in a block
     result: dict[str, Any] = {"blocks": len(spent["clock"][AUTO])}
     for unit, times in spent.items():
         result[unit] = {f"{mode}, ms a token": 1e3 * statistics.median(each) / tokens for mode, each in times.items()}

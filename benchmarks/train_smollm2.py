@@ -47,13 +47,13 @@ from paceline.training.registry import Answers, TraineeContext, build_trainee
 from paceline.training.trainees.dspark import DSparkTrainee
 from paceline.training.trainees.target import FrozenTarget
 
-TARGET = "smollm2"  # as the card and the checkpoint name it
+TARGET = "smollm2"  # name in the card and the checkpoint
 SHAPES = {"chain 7": (7, True), "tree 15": (15, False), "tree 60": (60, False)}
-RECIPE = "recipe.json"  # of a training, for the card
-ANSWERS = "answers.json"  # of the prompts that are measured on
+RECIPE = "recipe.json"  # settings of a training, for the card
+ANSWERS = "answers.json"  # answers to the prompts that are measured on
 BEGAN = time.perf_counter()
 Costs = dict[str, float]  # seconds by what they went into
-SPARE_S = 25  # of a call: for imports before it, the last checkpoint and the drafter
+SPARE_S = 25  # time of a call for imports, the last checkpoint and the drafter
 SHIPPED_BYTES, FILE_BYTES = 28_000_000, 16_000_000
 
 

@@ -184,7 +184,7 @@ def prefill(subject: Subject) -> dict[str, Any]:
 
 
 def plain_products(decoder: Decoder, rows: int) -> float:
-    weights = _weights(decoder)[:4]  # of the first layer
+    weights = _weights(decoder)[:4]  # weights of the first layer
     inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights]
     return decoder.config.num_layers * sum(
         device_ms(lambda x=x, w=w: torch.nn.functional.linear(x, w), 10) for x, w in zip(inputs, weights, strict=True)

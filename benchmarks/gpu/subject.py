@@ -43,7 +43,7 @@ class Subject:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         self.random = weights == "random"
-        self.sizes: Size | None = None  # of the yardstick, where it is not the usual one
+        self.sizes: Size | None = None  # sizes of the yardstick, where it is not the usual one
         if not self.random:
             self.path = Path(weights) if Path(weights).is_dir() else resolve(weights)
 

@@ -40,7 +40,7 @@ def randomised(model: Any) -> Any:
     ids = torch.randperm(VOCAB)[:DRAFTED].sort().values
     model.d2t.copy_(ids - torch.arange(DRAFTED))
     model.t2d[ids] = True
-    model.lm_head.weight.data = model.embed_tokens.weight.data[ids].clone()  # as of a target that ties them
+    model.lm_head.weight.data = model.embed_tokens.weight.data[ids].clone()  # same as a target that ties them
     return model
 
 

@@ -53,13 +53,13 @@ Request = dict[str, Any]
 @dataclass
 class Measured:
     rows: list[dict[str, Any]] = field(default_factory=list)  # one for each prompt
-    failures: dict[str, str] = field(default_factory=dict)  # by configuration
-    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # what workers report of themselves
+    failures: dict[str, str] = field(default_factory=dict)  # key: configuration
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # reports of workers about themselves
 
 
 def main() -> None:
     args = parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the workers, report what there is
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as Ctrl-C: stop the workers, report what there is
     try:
         compare(args)
     except (PacelineError, OSError) as error:

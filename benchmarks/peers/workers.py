@@ -36,7 +36,7 @@ class WorkerFailed(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Reply:
     tokens: list[int]
-    seconds: float  # of the whole request, prompt included
+    seconds: float  # time of the whole request, prompt included
     first_s: float  # until the first token
     overran: int = 0  # tokens past EOS or max_tokens, cut off and not counted
 

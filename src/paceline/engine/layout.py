@@ -57,7 +57,7 @@ class LayoutShape(NamedTuple):
     no_path: Int32s  # (M, 0)
     path: Ints | None  # (M, D) rows of the pass: a node's ancestors and itself, -1 beyond; None: no draft branches
     beyond: Bools  # (M, D)
-    trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
+    trees: Ints  # (T, 1 + N) for drafts that branch: their row of the verdict, and the rows of their nodes in the pass
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PassLayout:
 
     @property
     def tree_slots(self) -> Tensor:
-        """(T, 1 + N) of drafts that branch: their row of the verdict, and the slots of their nodes."""
+        """Return (T, 1 + N) for drafts that branch: their row of the verdict, and the slots of their nodes."""
         slots, trees = self.plan.host.each[SLOT], self.shape.trees
         return torch.from_numpy(np.column_stack((trees[:, 0], slots[trees[:, 1:]])))
 
