@@ -7,13 +7,14 @@ it.
 
 from __future__ import annotations
 
-import mmap
+import os
 import struct
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from paceline.errors import BrokenModel, PacelineError, UnsupportedModel
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
+FIRST_BYTES = 8 << 20  # bytes read at first; holds the header of most vocabularies
+MOST_HEADER_BYTES = 1 << 30  # a header that goes on behind them is damaged
+LENGTH = struct.Struct("<Q")  # of a text
 
 
 @dataclass(frozen=True)
@@ -36,26 +40,42 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """One open file: `metadata` by key, `tensors` by name, `read(name)` for the values."""
+    """One open file: `metadata` by key, `tensors` by name, `read(name)` for the values.
+
+    Bytes are read, never mapped: a file that is cut while it is open ends in an error, not in a signal, and the memory
+    of a tensor is free once its reader drops it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = import_gguf()
-        if path.is_file() and not path.stat().st_size:
-            raise BrokenModel(f"{path} is empty: the download did not finish; download it again")
         try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
+            self._file = path.open("rb", buffering=0)
+            weakref.finalize(self, self._file.close)
+            self._state = _state(self._file)
+        except OSError as error:
             raise BrokenModel(f"{path} cannot be read: {error}") from error
-        try:
-            self._parse()
-        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise BrokenModel(f"{path} is truncated or damaged: its header ends early; download it again") from error
+        self.size = self._state.st_size
+        if not self.size:
+            raise BrokenModel(f"{path} is empty: the download did not finish; download it again")
+        length = FIRST_BYTES
+        while not self._parse(self._bytes(0, min(length, self.size)).tobytes()):
+            length *= 4
 
-    def _parse(self) -> None:
-        cursor = _Cursor(self._data)
-        if bytes(self._data[:4]) != b"GGUF":
+    def _parse(self, header: bytes) -> bool:
+        """Read metadata and the table of tensors; False if the header is longer than these bytes."""
+        try:
+            self._parse_header(_Cursor(header, self.size))
+        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+            if isinstance(error, struct.error | _TooFew) and len(header) < min(self.size, MOST_HEADER_BYTES):
+                return False
+            raise BrokenModel(
+                f"{self.path} is truncated or damaged: its header ends early; download it again"
+            ) from error
+        return True
+
+    def _parse_header(self, cursor: _Cursor) -> None:
+        if cursor.data[:4] != b"GGUF":
             raise BrokenModel(f"{self.path} is not a GGUF file: it does not start with GGUF")
         cursor.position = 4
         (version,) = cursor.unpack("I")
@@ -95,10 +115,10 @@ class GGUFFile:
         except (ValueError, KeyError) as error:
             raise UnsupportedModel(f"{self.path}: tensor {name} has an unknown quantisation (type {kind})") from error
         nbytes = prod(shape) // block * block_bytes
-        if not shape or shape[-1] % block or offset + nbytes > len(self._data):
+        if not shape or shape[-1] % block or offset + nbytes > self.size:
             raise BrokenModel(
                 f"{self.path} is truncated or damaged: tensor {name} should end at byte {offset + nbytes}, "
-                f"the file has {len(self._data)}; download it again"
+                f"the file has {self.size}; download it again"
             )
         return TensorInfo(shape=shape, type_id=kind, offset=offset, nbytes=nbytes)
 
@@ -107,34 +127,78 @@ class GGUFFile:
         return str(self._gguf.GGMLQuantizationType(self.tensors[name].type_id).name)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the tensor's bytes, not copied: (..., bytes of a row)."""
+        """Return the tensor's bytes: (..., bytes of a row)."""
         info = self.tensors[name]
-        data = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
-        return data.reshape(*info.shape[:-1], -1)
+        return self._bytes(info.offset, info.nbytes).reshape(*info.shape[:-1], -1)
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """Return the tensor's values: float16 and float32 not copied, all others dequantised to float32."""
+        """Return the tensor's values: float16 and float32 as they are, all others dequantised to float32."""
         info = self.tensors[name]
         kind = self._gguf.GGMLQuantizationType(info.type_id)
         types = self._gguf.GGMLQuantizationType
         if kind in (types.F32, types.F16):
-            dtype = np.dtype("<f4" if kind == types.F32 else "<f2")
-            return np.frombuffer(self._data, dtype, prod(info.shape), info.offset).reshape(info.shape)
-        raw = self.raw(name)
+            return self.raw(name).view("<f4" if kind == types.F32 else "<f2").reshape(info.shape)
         try:
-            values: npt.NDArray[Any] = self._gguf.quants.dequantize(raw, kind)
+            values: npt.NDArray[Any] = self._gguf.quants.dequantize(self.raw(name), kind)
         except NotImplementedError as error:
             raise UnsupportedModel(
                 f"{self.path}: tensor {name} is stored as {kind.name}, which the gguf package cannot dequantise"
             ) from error
         return values.reshape(info.shape)
 
+    def _bytes(self, offset: int, count: int) -> npt.NDArray[np.uint8]:
+        data = np.empty(count, np.uint8)
+        rest = memoryview(data.data)
+        try:
+            self._file.seek(offset)
+            while rest and (got := self._file.readinto(rest)):
+                rest = rest[got:]
+            unchanged = not rest and _state(self._file) == self._state
+        except OSError as error:
+            raise BrokenModel(f"{self.path} cannot be read: {error}") from error
+        if not unchanged:
+            raise BrokenModel(f"{self.path} changed while it was read; wait until it is written, then load it again")
+        return data
+
+
+class _FileState(NamedTuple):
+    """What changes when a file is written to."""
+
+    st_size: int
+    modified_ns: int
+
+
+def _state(file: FileIO) -> _FileState:
+    status = os.fstat(file.fileno())
+    return _FileState(status.st_size, status.st_mtime_ns)
+
+
+_open_files: weakref.WeakValueDictionary[tuple[object, ...], GGUFFile] = weakref.WeakValueDictionary()
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Return the file; while a caller holds it, others who open the same file get the same object: parsing a
+    vocabulary takes a third of a second."""
+    try:
+        status = path.stat()
+    except OSError:
+        return GGUFFile(path)
+    key = path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    file = _open_files.get(key)
+    if file is None:
+        file = _open_files[key] = GGUFFile(path)
+    return file
+
+
+class _TooFew(IndexError):
+    """The header goes on behind the bytes that were read."""
+
 
 class _Cursor:
-    """A position in the header; every read moves it and raises struct.error or IndexError at the file's end."""
+    """A position in the header; every read moves it and raises struct.error or IndexError at the end of the data."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
+    def __init__(self, data: bytes, file_size: int) -> None:
+        self.data, self.file_size = data, file_size
         self.position = 0
 
     def unpack(self, layout: str) -> tuple[Any, ...]:
@@ -143,13 +207,19 @@ class _Cursor:
         return values
 
     def string(self) -> str:
-        (length,) = self.unpack("Q")
-        end = self.position + length
-        if end > len(self.data):
-            raise IndexError("string runs past the end of the file")
-        text = self.data[self.position : end].decode("utf-8")
-        self.position = end
-        return text
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        data, at, texts = self.data, self.position, []
+        length_at = LENGTH.unpack_from
+        for _ in range(count):
+            (length,) = length_at(data, at)
+            start, at = at + LENGTH.size, at + LENGTH.size + length
+            if at > len(data):
+                raise _TooFew("a text goes on") if at <= self.file_size else IndexError("a text ends behind the file")
+            texts.append(str(data[start:at], "utf-8"))
+        self.position = at
+        return texts
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -157,11 +227,12 @@ class _Cursor:
         if kind != ARRAY:
             return self.unpack(_scalar(kind))[0]
         item_kind, length = self.unpack("IQ")
-        if length > len(self.data):
+        if length > self.file_size:
             raise IndexError("array runs past the end of the file")
-        if item_kind in (STRING, ARRAY):
-            read: Callable[[], Any] = self.string if item_kind == STRING else lambda: self.value(ARRAY)
-            return [read() for _ in range(length)]
+        if item_kind == STRING:
+            return self.strings(length)
+        if item_kind == ARRAY:
+            return [self.value(ARRAY) for _ in range(length)]
         return list(self.unpack(f"{length}{_scalar(item_kind)}"))
 
 

@@ -53,10 +53,10 @@ inline void unpack_scales(const uint8_t* packed, Unpacked& to) {
 }
 
 struct Q4_0 : Format<4, 18, false, 8> {
-    static void unpack(const uint8_t* raw, Unpacked& to) { to.d = half_at(raw), unpack_nibbles(raw + 2, to.codes, 16); }
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) { to.d = half_at(raw), unpack_nibbles(raw + 2, to.codes, 16); }
 };
 struct Q4_1 : Format<4, 20, true, 0> {
-    static void unpack(const uint8_t* raw, Unpacked& to) {
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) {
         to.d = half_at(raw), to.m = half_at(raw + 2), unpack_nibbles(raw + 4, to.codes, 16);
     }
 };
@@ -64,44 +64,45 @@ inline void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
     for (int i = 0; i < 32; i++) codes[i] |= (bits[i / 8] >> i % 8 & 1) << 4;
 }
 struct Q5_0 : Format<5, 22, false, 16> {
-    static void unpack(const uint8_t* raw, Unpacked& to) {
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) {
         to.d = half_at(raw), unpack_nibbles(raw + 6, to.codes, 16), add_fifth_bits(raw + 2, to.codes);
     }
 };
 struct Q5_1 : Format<5, 24, true, 0> {
-    static void unpack(const uint8_t* raw, Unpacked& to) {
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) {
         to.d = half_at(raw), to.m = half_at(raw + 2);
         unpack_nibbles(raw + 8, to.codes, 16), add_fifth_bits(raw + 4, to.codes);
     }
 };
 struct Q8_0 : Format<8, 34, false, 128> {
-    static void unpack(const uint8_t* raw, Unpacked& to) {
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) {
         to.d = half_at(raw);
         for (int i = 0; i < 32; i++) to.codes[i] = raw[2 + i] ^ 128;
     }
 };
 struct Q4_K : Format<4, 144, true, 0, 256> {
-    static void unpack(const uint8_t* raw, Unpacked& to) {
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) {
         to.d = half_at(raw), to.m = half_at(raw + 2), unpack_scales(raw + 4, to);
         for (int part = 0; part < 4; part++) unpack_nibbles(raw + 16 + 32 * part, to.codes + 64 * part, 32);
     }
 };
 struct Q5_K : Format<5, 176, true, 0, 256> {
-    static void unpack(const uint8_t* raw, Unpacked& to) {
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) {
         to.d = half_at(raw), to.m = half_at(raw + 2), unpack_scales(raw + 4, to);
         for (int part = 0; part < 4; part++) unpack_nibbles(raw + 48 + 32 * part, to.codes + 64 * part, 32);
         for (int i = 0; i < 256; i++) to.codes[i] |= (raw[16 + i % 32] >> i / 32 & 1) << 4;
     }
 };
 struct Q6_K : Format<6, 210, false, 32, 256, 16> {
-    static void unpack(const uint8_t* raw, Unpacked& to) {
+    static void unpack(const uint8_t* __restrict raw, Unpacked& __restrict to) {
         const uint8_t *low = raw, *high = raw + 128;
         to.d = half_at(raw + 208), memcpy(to.scales, raw + 192, 16);
-        for (int i = 0; i < 256; i++) {
-            const int part = i / 128, quarter = i % 128 / 32, lane = i % 32;
-            const int nibble = low[64 * part + 32 * (quarter % 2) + lane] >> (quarter >= 2 ? 4 : 0) & 15;
-            to.codes[i] = nibble | (high[32 * part + lane] >> 2 * quarter & 3) << 4;
-        }
+        for (int part = 0; part < 2; part++, low += 64, high += 32)
+            for (int quarter = 0; quarter < 4; quarter++)
+                for (int lane = 0; lane < 32; lane++) {
+                    const int nibble = low[32 * (quarter % 2) + lane] >> 4 * (quarter / 2) & 15;
+                    to.codes[128 * part + 32 * quarter + lane] = nibble | (high[lane] >> 2 * quarter & 3) << 4;
+                }
     }
 };
 
@@ -116,18 +117,15 @@ void place_column(const Unpacked& from, uint8_t* unit, long column) {
         if (F::AFFINE) unit[F::MINIMA_AT + i * NT + column] = from.minima[i];
     }
     for (long block = 0; block < F::BLOCKS; block++) {
-        uint32_t words[F::LOW + F::HIGH + 1] = {};
-        for (long k = 0; k < BLOCK; k++) {
-            const uint32_t code = from.codes[block * BLOCK + k];
-            const long quad = k / 4, byte = k % 4 * 8;
-            if (F::BITS == 8)
-                words[quad] |= code << byte;
-            else {
-                words[quad / 2] |= (code & 15) << (byte + quad % 2 * 4);
-                if (F::BITS == 5) words[F::LOW] |= (code >> 4) << (byte + quad);
-                if (F::BITS == 6) words[F::LOW + quad / 4] |= (code >> 4) << (byte + quad % 4 * 2);
-            }
+        uint32_t words[F::LOW + F::HIGH + 1] = {}, quads[2 * WORDS];
+        memcpy(quads, from.codes + block * BLOCK, BLOCK);
+        for (long i = 0; i < 2 * WORDS; i++) {
+            if (F::BITS == 8) words[i] = quads[i];
+            if (F::BITS == 5) words[F::LOW] |= (quads[i] >> 4 & 0x01010101u) << i;
+            if (F::BITS == 6) words[F::LOW + i / 4] |= (quads[i] >> 4 & 0x03030303u) << i % 4 * 2;
         }
+        for (long i = 0; F::BITS < 8 && i < WORDS; i++)
+            words[i] |= (quads[2 * i] & 0x0f0f0f0fu) | (quads[2 * i + 1] & 0x0f0f0f0fu) << 4;
         uint8_t* to = unit + F::WORDS_AT + block * F::BLOCK_BYTES + 4 * column;
         for (long i = 0; i < F::LOW + F::HIGH; i++) memcpy(to + i * NT * 4, words + i, 4);
     }

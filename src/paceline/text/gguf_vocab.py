@@ -77,7 +77,7 @@ def check_tokenizer_fields(metadata: Json, source: str) -> None:
 
 
 def _is_list(value: object, types: tuple[type, ...]) -> bool:
-    return isinstance(value, list) and all(type(one) in types for one in value)
+    return isinstance(value, list) and set(map(type, value)) <= set(types)
 
 
 def tokenizer_files(metadata: Json, source: str) -> tuple[Json, Json]:

@@ -125,11 +125,11 @@ def gguf_kind(file: GGUFFile, name: str) -> WeightKind:
 
 
 def gguf_weight(file: GGUFFile, name: str, config: ModelConfig) -> StoredWeight:
-    """Copy a tensor into the row order of a Hugging Face model; torch refuses the read-only mapping itself."""
+    """Read a tensor in the row order of a Hugging Face model."""
     kind = gguf_kind(file, name) if len(file.tensors[name].shape) == 2 else WeightKind.FLOAT32
     if not kind.is_blocks and kind is not WeightKind.BFLOAT16:
-        return StoredWeight.of(torch.from_numpy(_hf_rows(file.read(name), name, config).copy()))
-    data = torch.from_numpy(_hf_rows(file.raw(name), name, config).copy())
+        return StoredWeight.of(torch.from_numpy(_hf_rows(file.read(name), name, config)))
+    data = torch.from_numpy(_hf_rows(file.raw(name), name, config))
     if kind is WeightKind.BFLOAT16:
         return StoredWeight.of(data.view(torch.bfloat16))
     return checked_blocks(kind, data, f"{file.path}: tensor {name}")

@@ -7,6 +7,7 @@ are checked against the config from the files' headers, before the first value i
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.errors import BrokenModel, ModelNotFound
-from paceline.files.gguf import GGUFFile
+from paceline.files.gguf import GGUFFile, open_gguf
 from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
 from paceline.models.load.hf_config import parse_checkpoint, token_ids
 from paceline.models.load.hf_folder import TensorFiles, read_model_json
@@ -39,7 +40,7 @@ Declared = Callable[[str], bool]  # whether a drafter declares the tensor of a n
 
 @dataclass(frozen=True)
 class Weights(Mapping[str, StoredWeight]):
-    """Weights by name, read on access from the mapped file. `kinds` come from its header."""
+    """Weights by name, read from the file on access. `kinds` come from its header."""
 
     kinds: dict[str, WeightKind]
     read: Callable[[str], StoredWeight]
@@ -56,11 +57,24 @@ class Weights(Mapping[str, StoredWeight]):
         return len(self.kinds)
 
     def only(self, names: Iterable[str]) -> Weights:
-        return Weights({name: self.kinds[name] for name in names}, self.read)
+        kinds = {name: self.kinds[name] for name in names}
+        return Weights(kinds, self.read if kinds else _read_nothing)  # the file is closed once no weight is left in it
+
+
+def _read_nothing(name: str) -> StoredWeight:
+    raise KeyError(name)
 
 
 def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf"
+
+
+@contextmanager
+def parsed_once(path: Path) -> Iterator[None]:
+    """Parse a GGUF file once for all that is read from it inside."""
+    file = open_gguf(path) if is_gguf(path) and path.is_file() else None
+    yield
+    del file
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -243,4 +257,4 @@ def _is_idle(name: str, files: TensorFiles, coded: Container[str], expected: Con
 def _open_gguf(path: Path) -> GGUFFile:
     if not path.is_file():
         raise ModelNotFound(f"{path} does not exist")
-    return GGUFFile(path)
+    return open_gguf(path)

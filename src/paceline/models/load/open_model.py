@@ -21,6 +21,7 @@ from paceline.models.load.loader import (
     load_config,
     load_generation_defaults,
     load_quantization,
+    parsed_once,
 )
 from paceline.models.spec import ModelConfig
 from paceline.models.weights import MIDDLE, Dtypes, StoredWeight, WeightKind
@@ -80,9 +81,10 @@ def load_model(
     if reason := why_slow(kernels, place):
         _warn_once(str(reason))
     cache = choose_kv_dtype(kv_dtype, place, kernels)
-    config = load_config(path)
-    weights, extra = load_all_weights(path, config, declared)
-    vocabulary = Tokenizer.from_path(tokenizer or path)  # before the weights are read, which takes longest
+    with parsed_once(path):
+        config = load_config(path)
+        weights, extra = load_all_weights(path, config, declared)
+        vocabulary = Tokenizer.from_path(tokenizer or path)  # before the weights are read, which takes longest
     dtypes = Dtypes.of(choose_dtype(dtype, place), place, cache)
     kind = dtypes.kept(weights.kinds[TYPICAL]) or weights.kinds[TYPICAL]
     if activations == INT8 and not (kind.is_blocks or kind in MIDDLE):  # codes of integers may become blocks

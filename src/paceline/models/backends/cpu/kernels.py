@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from paceline.models.backends.cpu.stack import HeadsView, NativeStack, PlanView, check_in_place, check_status, fp32
-from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, runs_of_a_kind
+from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, joined_shape, runs_of_a_kind
 from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
@@ -74,16 +74,24 @@ class NativeKernels:
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> PackedWeight:
         """Pack a weight: blocks, bf16 and fp16 keep their kind; everything else is stored as fp32."""
         weights = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
-        parts = [self._panels(joined(run)) for run in runs_of_a_kind(weights)]
+        parts = [self._panels(run) for run in runs_of_a_kind(weights)]
         bias = None if bias is None else bias.detach().to(CPU, torch.float32).contiguous()
         return PackedWeight.of(parts, bias, self.activations == INT8)
 
-    def _panels(self, stored: StoredWeight) -> StoredWeight:
-        rows = stored.data.contiguous()
-        n, k = stored.shape
-        panels = torch.empty(self._panel_bytes(stored.kind, n, k), dtype=torch.uint8)
-        self._pack(stored.kind, rows.data_ptr(), panels.data_ptr(), n, k, self.threads)
-        return StoredWeight(stored.kind, panels, (n, k))
+    def _panels(self, run: Sequence[StoredWeight]) -> StoredWeight:
+        """Pack weights of one kind. Those that end at the end of a panel are not joined before."""
+        kind, (n, k) = run[0].kind, joined_shape(run)
+        if any(
+            self._panel_bytes(kind, rows, k) == self._panel_bytes(kind, rows + 1, k)
+            for rows, _ in (stored.shape for stored in run[:-1])
+        ):
+            run = [joined(run)]
+        panels, at = torch.empty(self._panel_bytes(kind, n, k), dtype=torch.uint8), 0
+        for stored in run:
+            rows = stored.data.contiguous()
+            self._pack(kind, rows.data_ptr(), panels.data_ptr() + at, len(rows), k, self.threads)
+            at += self._panel_bytes(kind, len(rows), k)
+        return StoredWeight(kind, panels, (n, k))
 
     def embedding(self, weight: StoredWeight, packed: PackedWeight | None) -> Tensor | PackedRows:
         """Return the rows of an embedding; blocks are read from `packed`, the head, if that is the same weight."""

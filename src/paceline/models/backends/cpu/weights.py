@@ -39,7 +39,7 @@ class PackedWeight:
 
     @staticmethod
     def of(parts: Sequence[StoredWeight], bias: Tensor | None, rounds: bool) -> PackedWeight:
-        outputs, inputs = _joined_shape(parts)
+        outputs, inputs = joined_shape(parts)
         views: list[ProductView] = []
         end = outputs
         for part in reversed(parts):
@@ -61,7 +61,7 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return _joined_shape(self.parts)
+        return joined_shape(self.parts)
 
     @property
     def view(self) -> ProductView:
@@ -76,7 +76,7 @@ class PackedWeight:
         return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
 
 
-def _joined_shape(parts: Sequence[StoredWeight]) -> tuple[int, int]:
+def joined_shape(parts: Sequence[StoredWeight]) -> tuple[int, int]:
     return sum(part.shape[0] for part in parts), parts[0].shape[1]
 
 
