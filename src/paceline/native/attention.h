@@ -49,7 +49,7 @@ struct Tile {  // neighbouring rows of one sequence
 
 // A weighted sum of values is stored as (sum of e^(s - m) v: dim floats, m, sum of e^(s - m)).
 struct Scratch {  // of one thread
-    float *q, *scores, *panel, *tail, *result, *state;
+    float *q, *scores, *panel, *tail, *results, *state;
 };
 
 void merge(float* into, const float* from, long dim) {
@@ -77,16 +77,17 @@ void softmax(float* s, long from, long to, float* max, float* sum) {
     *sum = sum_lanes(total);
 }
 
-// Sums weight * value over positions [from, to) of the split; with `resume` the sum is added to `result`.
-void weigh_values(const Attention& a, const float* weights, long rows, const float* const* values, long from, long to,
-                  float* tail, float* result, bool resume) {
+// Sums weight * value over positions [from, to) of the split, for the values at `column` of these rows; with `resume` the sum is
+// added to `result`.
+void weigh_values(const Attention& a, const float* weights, long rows, const float* const* values, long column, long from,
+                  long to, float* tail, float* result, bool resume, NextRows* next) {
     const long stride = a.dim + 2, whole = a.dim / NT * NT;
     for (long c = 0; c < whole; c += NT)
-        product(weights, SCORES, rows, Values{values, c}, from, to,
+        product(weights, SCORES, rows, Values{values, column + c, next}, from, to,
                 {result + c, stride, NT, resume ? result + c : nullptr, stride});
     if (whole == a.dim) return;
     const long columns = a.dim - whole;  // a row's last columns are copied: reading NT of them could leave the cache
-    for (long p = from; p < to; p++) memcpy(tail + p * NT, values[p] + whole, columns * sizeof(float));
+    for (long p = from; p < to; p++) memcpy(tail + p * NT, values[p] + column + whole, columns * sizeof(float));
     product(weights, SCORES, rows, Keys{tail}, from, to,
             {result + whole, stride, columns, resume ? result + whole : nullptr, stride});
 }
@@ -105,11 +106,25 @@ inline bool equal(const long* one, const long* other, long count) {
     return true;
 }
 
-// Computes one tile, one kv head and one split. Positions that all rows of the tile read from equal slots are done together,
-// the others row by row; either way a row goes through its own positions in order.
-void attend_split(Attention& a, Tile tile, long head, long split, const Scratch& s, float* result) {
-    const long G = a.group(), D = a.dim, base = split * SPLIT;
-    scale_queries(a, tile, head, s.q);
+// The part of a call that one thread computes at a time: a tile, `span` neighbouring kv heads, one split. The results of
+// neighbouring heads are `apart` floats from each other.
+struct Part {
+    Tile tile;
+    long first_head, span, split;
+    float* results;
+    long apart;
+};
+
+// Positions that all rows of the tile read from equal slots are done together, the others row by row; either way a row goes
+// through its own positions in order. All heads of a block of positions are done before the next block, so that the cache is
+// read in order of address: heads of a slot are neighbours in memory.
+void attend_split(Attention& a, const Part& part, const Scratch& s) {
+    const Tile tile = part.tile;
+    const long G = a.group(), D = a.dim, base = part.split * SPLIT, span = part.span;
+    const long heads = tile.rows * G, stride = D + 2;
+    for (long h = 0; h < span; h++) scale_queries(a, tile, part.first_head + h, s.q + h * heads * D);
+    const auto scores = [&](long h) { return s.scores + h * heads * SCORES; };
+    const auto result = [&](long h) { return part.results + h * part.apart; };
     long low[TILE_ROWS], high[TILE_ROWS];
     long shared_low = 0, shared_high = SPLIT, any_low = SPLIT, any_paged = 0;
     for (long r = 0; r < tile.rows; r++) {
@@ -135,30 +150,28 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
         if (a.prefix[tile.first + r] > a.prefix[table_row]) table_row = tile.first + r;
     if (any_low < any_paged) a.find_slots(table_row, base + any_low, base + any_paged, slots + any_low);
     for (long p = any_low; p < any_paged; p++) {
-        keys[p] = a.row_of(a.keys, slots[p], head);
-        values[p] = a.row_of(a.values, slots[p], head);
+        keys[p] = a.row_of(a.keys, slots[p], part.first_head);
+        values[p] = a.row_of(a.values, slots[p], part.first_head);
     }
 
     // The panel holds a block's keys; `held` are their slots, -1 for a column that no row may read.
     long held[NT];
-    auto pack = [&](long block, long from, long to, const long* from_slots) {  // positions [from, to) have these slots
+    auto pack = [&](long h, long block, long from, long to, const long* from_slots) {  // positions [from, to) have these slots
         const float* columns[NT];
         for (long j = 0; j < NT; j++) {
             const long at = block + j, p = at < from ? from : at < to ? at : to - 1;
-            columns[j] = a.row_of(a.keys, from_slots[p], head);
+            columns[j] = a.row_of(a.keys, from_slots[p], part.first_head + h);
             held[j] = p == at ? from_slots[p] : -1;
         }
-        const bool more = block >= any_low && block + 2 * NT <= any_paged;
-        pack_panel(columns, D, s.panel, more ? keys + block + NT : nullptr);
+        pack_panel(columns, D, s.panel);
     };
-    auto score = [&](long first, long rows, long block) {  // against the panel
-        const bool paged = block >= any_low && block + NT <= any_paged;
-        product(s.q + first * G * D, D, rows * G, Keys{s.panel, paged ? values + block : nullptr}, 0, D,
-                {s.scores + first * G * SCORES + block, SCORES, NT, nullptr, 0});
+    auto score = [&](long h, long first, long rows, long block, NextRows* next) {  // against the panel
+        product(s.q + (h * heads + first * G) * D, D, rows * G, Keys{s.panel, next}, 0, D,
+                {scores(h) + first * G * SCORES + block, SCORES, NT, nullptr, 0});
     };
     // A block that the rows do not all read from equal slots. The last row comes first: in a chain its keys include the
     // keys of all rows before it. Neighbours with one panel are scored together; a row drops keys that it does not see.
-    auto score_apart = [&](long block) {
+    auto score_apart = [&](long h, long block) {
         for (long j = 0; j < NT; j++) held[j] = -1;
         long end = 0;  // rows from here on have their scores, or need none
         for (long r = tile.rows - 1; r >= 0; r--) {
@@ -167,41 +180,56 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
             long own[SPLIT];
             a.find_slots(tile.first + r, base + from, base + to, own + from);
             if (equal(own + from, held + from - block, to - from)) continue;
-            if (r + 1 < end) score(r + 1, end - r - 1, block);
+            if (r + 1 < end) score(h, r + 1, end - r - 1, block, nullptr);
             end = r + 1;
             const bool in_table = base + to <= a.prefix[tile.first + r];
-            in_table ? pack(block, any_low, any_paged, slots) : pack(block, from, to, own);
+            in_table ? pack(h, block, any_low, any_paged, slots) : pack(h, block, from, to, own);
         }
-        if (end > 0) score(0, end, block);
+        if (end > 0) score(h, 0, end, block, nullptr);
     };
     auto own_values = [&](long r, long from, long to, bool resume) {
         long own[SPLIT];
         const float* rows[SPLIT];
         a.find_slots(tile.first + r, base + from, base + to, own + from);
-        for (long p = from; p < to; p++) rows[p] = a.row_of(a.values, own[p], head);
-        weigh_values(a, s.scores + r * G * SCORES, G, rows, from, to, s.tail, result + r * G * (D + 2), resume);
+        for (long p = from; p < to; p++) rows[p] = a.row_of(a.values, own[p], part.first_head);
+        for (long h = 0; h < span; h++)
+            weigh_values(a, scores(h) + r * G * SCORES, G, rows, h * D, from, to, s.tail, result(h) + r * G * stride, resume,
+                         nullptr);
+    };
+    const auto rows_from = [&](const float* const* rows, long from, long count) {
+        const long left = any_paged - from;
+        return NextRows{rows + from, from < any_low || left < 0 ? 0 : left < count ? left : count, span * D, 0};
     };
 
     for (long block = 0; block < SPLIT; block += NT) {
-        if (block < shared_low || block >= shared_high) {
-            score_apart(block);
-            continue;
+        const bool last = block + NT >= shared_high;
+        NextRows next = last ? rows_from(values, shared_low, NT) : rows_from(keys, block + NT, NT);
+        for (long h = 0; h < span; h++) {
+            if (block < shared_low || block >= shared_high) {
+                score_apart(h, block);
+                continue;
+            }
+            pack(h, block, block, block + NT, slots);
+            score(h, 0, tile.rows, block, &next);
         }
-        pack(block, block, block + NT, slots);
-        score(0, tile.rows, block);
     }
 
-    const long stride = D + 2;
-    for (long r = 0; r < tile.rows; r++)
-        for (long g = r * G; low[r] < high[r] && g < (r + 1) * G; g++)
-            softmax(s.scores + g * SCORES, low[r], high[r], result + g * stride + D, result + g * stride + D + 1);
+    for (long h = 0; h < span; h++)
+        for (long r = 0; r < tile.rows; r++)
+            for (long g = r * G; low[r] < high[r] && g < (r + 1) * G; g++) {
+                float* state = result(h) + g * stride + D;
+                softmax(scores(h) + g * SCORES, low[r], high[r], state, state + 1);
+            }
 
     const bool shared = shared_low < shared_high;
-    if (shared) {
-        bool before = false;
-        for (long r = 0; r < tile.rows; r++) before |= low[r] < shared_low;
-        for (long r = 0; before && r < tile.rows; r++) own_values(r, low[r], shared_low, false);
-        weigh_values(a, s.scores, tile.rows * G, values, shared_low, shared_high, s.tail, result, before);
+    bool before = false;
+    for (long r = 0; shared && r < tile.rows; r++) before |= low[r] < shared_low;
+    for (long r = 0; before && r < tile.rows; r++) own_values(r, low[r], shared_low, false);
+    for (long from = shared_low, to; from < shared_high; from = to) {
+        to = from + CHUNK < shared_high ? from + CHUNK : shared_high;
+        NextRows next = rows_from(values, to, CHUNK);
+        for (long h = 0; h < span; h++)
+            weigh_values(a, scores(h), heads, values, h * D, from, to, s.tail, result(h), before || from > shared_low, &next);
     }
     for (long r = 0; r < tile.rows; r++) {
         const long from = shared ? shared_high : low[r];
@@ -253,14 +281,14 @@ int attend(Attention& a, float* out, int threads) {
     }
     if (work < SERIAL) threads = 1;
     // With enough tiles, an item is a tile with all its splits. Else the splits are items too and are merged afterwards, by
-    // one function in one order. With enough items either way, an item takes all heads, which are neighbours in memory.
-    const long splits = end_split - first_split;
+    // one function in one order. With enough items either way, an item takes as many heads as its scores have room for.
+    const long splits = end_split - first_split, heads = largest * G, size = heads * stride;  // a split's result
     const bool deal = threads > 1 && splits > 1 && num_tiles * a.kv_heads < 4 * threads;
-    const long span = threads == 1 || num_tiles * (deal ? splits : 1) >= 4 * threads ? a.kv_heads : 1;
+    long span = threads == 1 || num_tiles * (deal ? splits : 1) >= 2 * threads ? a.kv_heads : 1;
+    while (span > 1 && (a.kv_heads % span || span * heads > MOST_SCORES)) span--;
     const long parts = a.kv_heads / span, num_items = num_tiles * parts;
 
-    const long heads = largest * G, size = heads * stride;  // a split's result for one tile and kv head
-    const long per_thread = heads * D + heads * SCORES + D * NT + SPLIT * NT + size + span * size + 64;
+    const long per_thread = span * heads * (D + SCORES) + D * NT + SPLIT * NT + 2 * span * size + 64;
     const long dealt = deal ? num_tiles * a.kv_heads * splits * size : 0;
     float* memory = (float*)malloc((threads * per_thread + dealt) * sizeof(float));
     if (!memory) {
@@ -273,11 +301,11 @@ int attend(Attention& a, float* out, int threads) {
     auto scratch = [&](int worker) {
         float* at = memory + worker * per_thread;
         Scratch s;
-        s.q = at, at += heads * D;
-        s.scores = at, at += heads * SCORES;
+        s.q = at, at += span * heads * D;
+        s.scores = at, at += span * heads * SCORES;
         s.panel = at, at += D * NT;
         s.tail = at, at += SPLIT * NT;
-        s.result = at, at += size;
+        s.results = at, at += span * size;
         s.state = at;
         return s;
     };
@@ -289,10 +317,9 @@ int attend(Attention& a, float* out, int threads) {
 
     if (deal)
         parallel(num_items * splits, threads, [&](long item, int worker) {
-            const long tile = item / parts / splits, split = first_split + item / parts % splits, part = item % parts;
-            if (!seen(tiles[tile], split)) return;
-            for (long head = part * span; head < (part + 1) * span; head++)
-                attend_split(a, tiles[tile], head, split, scratch(worker), partial(tile, head, split));
+            const long tile = item / parts / splits, split = first_split + item / parts % splits, head = item % parts * span;
+            if (seen(tiles[tile], split))
+                attend_split(a, {tiles[tile], head, span, split, partial(tile, head, split), splits * size}, scratch(worker));
         });
     parallel(num_items, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long item, int worker) {
         const long index = item / parts, first_head = item % parts * span;
@@ -300,11 +327,10 @@ int attend(Attention& a, float* out, int threads) {
         const Scratch s = scratch(worker);
         for (long split = first_split; split < end_split; split++) {
             if (!seen(tile, split)) continue;
-            for (long h = 0; h < span; h++) {
-                float* result = deal ? partial(index, first_head + h, split) : s.result;
-                if (!deal) attend_split(a, tile, first_head + h, split, s, result);
-                merge_tile(a, tile, split, result, s.state + h * size);
-            }
+            if (!deal) attend_split(a, {tile, first_head, span, split, s.results, size}, s);
+            for (long h = 0; h < span; h++)
+                merge_tile(a, tile, split, deal ? partial(index, first_head + h, split) : s.results + h * size,
+                           s.state + h * size);
         }
         for (long h = 0; h < span; h++) write_tile(a, tile, first_head + h, s.state + h * size, out);
     });

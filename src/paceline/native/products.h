@@ -16,16 +16,14 @@ void pack_panel(const T* const* rows, long n, long K, T* panel) {
         for (long j = 0; j < NT; j++) panel[k * NT + j] = j < n ? rows[j][k] : T{};
 }
 
-// Packs NT rows, faster. `ahead`: the next NT rows, which are prefetched; may be null.
-void pack_panel(const float* const* rows, long K, float* panel, const float* const* ahead) {
+// Packs NT rows, faster.
+void pack_panel(const float* const* rows, long K, float* panel) {
     long k = 0;
     for (; k + VL <= K; k += VL)
         for (long j = 0; j < NT; j += VL) {
             vec a[VL];
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++) a[i] = load(rows[j + i] + k);
-            if (ahead && k % 16 == 0)
-                for (int i = 0; i < VL; i++) __builtin_prefetch(ahead[j + i] + k, 0, 3);
             transpose(a);
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++) store(panel + (k + i) * NT + j, a[i]);
@@ -62,14 +60,24 @@ struct Weights {  // streamed from memory: prefetched, further ahead for tiles o
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
-struct Keys {  // a panel in L1; meanwhile the values of the same positions may be prefetched, a line at a time
+// Rows that will be read next, prefetched a few lines at a time in order of address: the processor's own prefetching, which has
+// more reads under way than a core can have, follows no other order.
+struct NextRows {
+    const float* const* rows;
+    long left, length, at;  // rows, floats of a row, float of the first row
+    void prefetch(long floats) {
+        for (; left && floats > 0; floats -= 16) {
+            __builtin_prefetch(*rows + at, 0, 2);
+            if ((at += 16) >= length) rows++, left--, at = 0;
+        }
+    }
+};
+struct Keys {  // a panel in L1
     const float* panel;
-    const float* const* ahead = nullptr;
+    NextRows* next = nullptr;
     template <int>
-    void prefetch(long k) const {
-        if (!ahead) return;
-        const float* row = ahead[k % NT] + (k - k % NT);
-        for (long i = 0; i < NT; i += 16) __builtin_prefetch(row + i, 0, 2);
+    void prefetch(long) const {
+        if (next) next->prefetch(NT);
     }
     Keys next_tile() const { return {panel}; }
     vec low(long k) const { return load(panel + k * NT); }
@@ -88,9 +96,12 @@ struct Slab {  // weights expanded into L2
 struct Values {  // rows of the cache, in any place
     const float* const* rows;
     long column;
+    NextRows* next = nullptr;
     template <int>
-    void prefetch(long) const {}
-    Values next_tile() const { return *this; }
+    void prefetch(long) const {
+        if (next) next->prefetch(NT);
+    }
+    Values next_tile() const { return {rows, column}; }
     vec low(long k) const { return load(rows[k] + column); }
     vec high(long k) const { return load(rows[k] + column + VL); }
 };
