@@ -17,7 +17,7 @@ from paceline.errors import BrokenModel, InvalidPrompt, ModelNotFound, PacelineE
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.detokenizer import WindowStream
 from paceline.text.gguf_vocab import PRE_TOKENIZERS, merges_from_scores, tokenizer_files
-from paceline.text.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer, bpe_backend
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, isn't it?",
@@ -435,7 +435,9 @@ def ggml(backend: Backend, pre: str) -> dict[str, Any]:
 
 def from_metadata(metadata: dict[str, Any]) -> Tokenizer:
     body, config = tokenizer_files(metadata, "test.gguf")
-    return Tokenizer(Backend.from_str(json.dumps(body)), config, {"default": config.get("chat_template", "")})
+    backend = bpe_backend(body)
+    assert backend.to_str() == Backend.from_str(json.dumps(body)).to_str()
+    return Tokenizer(backend, config, {"default": config.get("chat_template", "")})
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:

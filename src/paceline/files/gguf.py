@@ -162,7 +162,7 @@ class GGUFFile:
 
 
 class _FileState(NamedTuple):
-    """What changes when a file is written to."""
+    """Size and time of a file, which change when it is written to."""
 
     st_size: int
     modified_ns: int

@@ -49,7 +49,7 @@ class Tokenizer:
         """Read the tokenizer of a model folder or a .gguf file."""
         if path.suffix == ".gguf":
             body, config = tokenizer_files(open_gguf(path).metadata, str(path))
-            return cls(_bpe_backend(body), config, chat_templates(config))
+            return cls(bpe_backend(body), config, chat_templates(config))
         if not path.is_dir():
             raise ModelNotFound(f"{path} is not a model folder")
         config = read_json(path / "tokenizer_config.json", {})
@@ -200,7 +200,7 @@ def _read_backend(path: Path) -> Backend:
         raise BrokenModel(f"{path} cannot be read: {error}") from error
 
 
-def _bpe_backend(body: Json) -> Backend:
+def bpe_backend(body: Json) -> Backend:
     """Build the tokenizer of a body whose model is BPE. The vocabulary is handed over as it is: as JSON the library
     takes five times as long to read it."""
     model, parts = body["model"], {"model": {**body["model"], "vocab": {}, "merges": []}, "added_tokens": []}

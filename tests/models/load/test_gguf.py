@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.files.gguf import GGUFFile
+from paceline.files.gguf import GGUFFile, open_gguf
 from paceline.models.load.convert import convert_gguf, hf_config
 from paceline.models.load.gguf_model import gguf_names, uninterleave
 from paceline.models.load.hf_config import parse_config
@@ -380,6 +381,40 @@ def test_an_array_of_arrays_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(header(fields=nested, count=1))
     with pytest.raises(BrokenModel, match="truncated or damaged"):
         GGUFFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("change", ["cut", "rewritten"])
+def test_a_file_that_changes_while_it_is_open_is_refused(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header((b"a", 0), (b"b", 32)))
+    file = GGUFFile(path)
+    assert file.raw("b").nbytes == 32
+    if change == "cut":
+        with path.open("r+b") as same:
+            same.truncate(path.stat().st_size - 250)
+    else:
+        path.write_bytes(path.read_bytes()[:-32] + bytes(range(32)))
+        status = path.stat()
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # whatever the file system's clock resolves
+    with pytest.raises(BrokenModel, match="changed while it was read"):
+        file.raw("b")
+
+
+def test_a_header_longer_than_the_first_bytes_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").write_bytes(header((b"a", 0), (b"b" * 300, 32)))
+    whole = GGUFFile(tmp_path / "m.gguf").tensors
+    for first in (5, 30, 200):
+        monkeypatch.setattr("paceline.files.gguf.FIRST_BYTES", first)
+        assert GGUFFile(tmp_path / "m.gguf").tensors == whole
+
+
+def test_a_file_is_parsed_once_while_a_reader_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header((b"a", 0)))
+    file = open_gguf(path)
+    assert open_gguf(path) is file
+    path.write_bytes(header((b"a", 0), (b"b", 32)))
+    assert set(open_gguf(path).tensors) == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -95,15 +95,16 @@ def test_rows_of_an_embedding_are_read_from_its_panels(variant: str) -> None:
             kernels.embedding(weight, None)[torch.tensor([70])]
 
 
-def test_weights_of_several_kinds_are_one_product() -> None:
+@pytest.mark.parametrize("rows", [33, 64])  # within a panel of columns, and at the end of one
+def test_weights_of_several_kinds_are_one_product(rows: int) -> None:
     kinds = (WeightKind.Q4_K, WeightKind.Q4_K, WeightKind.Q6_K, WeightKind.FLOAT32)
-    parts = [random_weight(kind, 33, 512, seed) for seed, kind in enumerate(kinds)]
-    bias, x = torch.randn(4 * 33), torch.randn(9, 512)
+    parts = [random_weight(kind, rows, 512, seed) for seed, kind in enumerate(kinds)]
+    bias, x = torch.randn(4 * rows), torch.randn(9, 512)
     for activations in (FLOAT32, INT8):
         kernels = native(runnable_variants()[0], 2, activations)
         packed = kernels.pack(parts, bias)
         assert [part.kind for part in packed.parts] == [WeightKind.Q4_K, WeightKind.Q6_K, WeightKind.FLOAT32]
-        each = [kernels.linear(x, kernels.pack(part, bias[33 * i : 33 * i + 33])) for i, part in enumerate(parts)]
+        each = [kernels.linear(x, kernels.pack(part, bias[rows * i : rows * (i + 1)])) for i, part in enumerate(parts)]
         assert torch.equal(kernels.linear(x, packed), torch.cat(each, 1))
     reference = TorchKernels()
     expected = reference.linear(x, reference.pack(parts, bias))
