@@ -1,18 +1,15 @@
-"""The memory that the K/V cache may take, the error when it does not fit, and large buffers."""
+"""The memory that the K/V cache may take, and the error when it does not fit."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from paceline.errors import DeviceError
 
 ON_CPU = 2 << 30  # bytes of the cache, if not configured
-LARGE_PAGE = 2 << 20  # bytes
 RESERVED = 2 << 30  # bytes of a GPU for graphs, logits and the scratch of attention
 
 
@@ -29,17 +26,6 @@ def cache_bytes(device: torch.device, fraction: float) -> int:
             f"and gpu_memory_fraction is {fraction}; raise it, or use a smaller model"
         )
     return left
-
-
-def large_buffer(nbytes: int) -> Tensor:
-    """Allocate bytes, on large pages where the system has them: a pass reads all weights in order, and fetching ahead
-    across small pages waits for their addresses."""
-    if nbytes < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(nbytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @contextmanager

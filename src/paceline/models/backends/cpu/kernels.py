@@ -15,7 +15,6 @@ from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight, joined
 from paceline.native.library import Library, load_library
-from paceline.platform.memory import large_buffer
 
 
 def native_draw(library: Library | None) -> Callable[[Tensor], Callable[..., int | None] | None] | None:
@@ -87,7 +86,7 @@ class NativeKernels:
             for rows, _ in (stored.shape for stored in run[:-1])
         ):
             run = [joined(run)]
-        panels, at = large_buffer(self._panel_bytes(kind, n, k)), 0
+        panels, at = torch.empty(self._panel_bytes(kind, n, k), dtype=torch.uint8), 0
         for stored in run:
             rows = stored.data.contiguous()
             self._pack(kind, rows.data_ptr(), panels.data_ptr() + at, len(rows), k, self.threads)
