@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol import Answer, Emit, serve
 
-KV_CACHE_BYTES = 1 << 28
+KV_CACHE_BYTES = 1 << 29  # mapped as it is used
 
 
 def load(job: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
