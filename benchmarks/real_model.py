@@ -3,7 +3,7 @@ source tree of this package.
 
 Every engine is a process of its own that stays loaded; they answer one after the other, in an order drawn anew for each
 round, while the others sleep. The read bandwidth is the most that a sum over a large array reaches between the rounds.
-A weight counts once for each token: rate * bytes of the file is the bandwidth that decoding uses.
+A token reads each weight once, but for an embedding beside the head: their bytes by the rate are the bandwidth used.
 
     python -m benchmarks.real_model --target FILE.gguf --environments DIR --against TREE [--rounds 5] [--long 6000]
     python -m benchmarks.real_model --target FILE.gguf --against TREE --loading     # seconds and memory of LLM(...)
@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.harness import ROOT, finish, settle
 from benchmarks.peers.workers import HERE, OURS, Worker, first_cores, interpreter, surroundings
+from paceline.files.gguf import GGUFFile
 
 ARRAY_BYTES = 1 << 30  # array that measures the bandwidth; no cache holds it
 DECODED, SHORT, PROMPT = (
@@ -130,9 +131,15 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     return {"rates": rates, "read_bytes_per_s": max(reads)}
 
 
+def bytes_per_token(path: Path) -> int:
+    tensors = GGUFFile(path).tensors
+    rows = tensors["token_embd.weight"].nbytes if "output.weight" in tensors else 0
+    return sum(tensor.nbytes for tensor in tensors.values()) - rows
+
+
 def report(args: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    size, most = args.target.stat().st_size, measured["read_bytes_per_s"]
-    print(f"file {size / 1e9:.2f} GB, reads {most / 1e9:.1f} GB/s, which is {most / size:.1f} tokens/s")
+    size, most = bytes_per_token(args.target), measured["read_bytes_per_s"]
+    print(f"weights of a token {size / 1e9:.2f} GB, reads {most / 1e9:.1f} GB/s, which is {most / size:.1f} tokens/s")
     cells: dict[str, dict[str, Any]] = {}
     for cell, by_engine in measured["rates"].items():
         middle = {name: statistics.median(values) for name, values in by_engine.items()}
@@ -144,7 +151,7 @@ def report(args: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]
     print(
         f"{'share of the bandwidth':28} " + "  ".join(f"{name} {share:.2f}" for name, share in sorted(shares.items()))
     )
-    return {"file_bytes": size, "read_bytes_per_s": most, "cells": cells}
+    return {"bytes_per_token": size, "read_bytes_per_s": most, "cells": cells}
 
 
 def loading(args: argparse.Namespace, work: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import weakref
 from dataclasses import dataclass
 from io import FileIO
@@ -26,6 +27,9 @@ STRING, ARRAY = 8, 9
 MAX_DIMS = 4
 FIRST_BYTES = 8 << 20  # bytes read at first; holds the header of most vocabularies
 MOST_HEADER_BYTES = 1 << 30  # a header that goes on behind them is damaged
+SPARE_BYTES = 1 << 20, 64 << 20  # bytes of tensors whose memory is used again; embeddings, which come once, are larger
+SPARE_TENSORS = 3  # tensors whose memory may be used again: the parts of a product are read together
+UNUSED = 3  # references to an array that is in the list, in a loop's variable and an argument, and nowhere else
 LENGTH = struct.Struct("<Q")  # of a text
 
 
@@ -56,6 +60,7 @@ class GGUFFile:
         except OSError as error:
             raise BrokenModel(f"{path} cannot be read: {error}") from error
         self.size = self._state.st_size
+        self._spare: list[npt.NDArray[np.uint8]] = []
         if not self.size:
             raise BrokenModel(f"{path} is empty: the download did not finish; download it again")
         length = FIRST_BYTES
@@ -147,7 +152,7 @@ class GGUFFile:
         return values.reshape(info.shape)
 
     def _bytes(self, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        data = np.empty(count, np.uint8)
+        data = self._memory(count)
         rest = memoryview(data.data)
         try:
             self._file.seek(offset)
@@ -159,6 +164,17 @@ class GGUFFile:
         if not unchanged:
             raise BrokenModel(f"{self.path} changed while it was read; wait until it is written, then load it again")
         return data
+
+    def _memory(self, count: int) -> npt.NDArray[np.uint8]:
+        """Return memory for a tensor; for a large one that of an earlier tensor which nothing refers to any more. Fresh
+        pages take three times as long as the reading."""
+        if not SPARE_BYTES[0] <= count <= SPARE_BYTES[1]:
+            return np.empty(count, np.uint8)
+        for at, spare in enumerate(self._spare):
+            if len(spare) >= count and sys.getrefcount(spare) == UNUSED:
+                return self._spare[at][:count]
+        self._spare = [*self._spare[-SPARE_TENSORS + 1 :], np.empty(count, np.uint8)]
+        return self._spare[-1][:count]
 
 
 class _FileState(NamedTuple):

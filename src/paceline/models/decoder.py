@@ -97,8 +97,7 @@ class _Packing:
             window=self.config.window(index),
         )
 
-    def embedding(self, tied_head: Packed | None) -> Any:
-        rows = self.stored("model.embed_tokens.weight")
+    def embedding(self, rows: StoredWeight, tied_head: Packed | None) -> Any:
         if rows.kind.is_blocks and self.device.type != "cpu":  # only a CPU's kernels read rows of blocks
             rows = rows.to(WeightKind.of(self.dtypes.compute), self.device)
         return self.kernels.embedding(rows, tied_head)
@@ -128,9 +127,14 @@ class Decoder:
         self.layers = [packing.layer(index) for index in range(config.num_layers)]
         self.final_norm = packing.vector("model.norm.weight")
         tied = head is None and config.tie_embeddings
-        self.head = packing.linear("model.embed_tokens" if tied else "lm_head") if head is None else head
-        # (V, H), indexed by token ids
-        self.embedding = packing.embedding(self.head if tied else None) if embedding is None else embedding
+        rows = packing.stored("model.embed_tokens.weight") if tied else None
+        if head is None:
+            head = packing.linear("lm_head") if rows is None else kernels.pack([rows])
+        if embedding is None:
+            rows = packing.stored("model.embed_tokens.weight") if rows is None else rows
+            embedding = packing.embedding(rows, head if tied else None)
+        self.head = head
+        self.embedding = embedding  # (V, H), indexed by token ids
         self._shape: StackParams | None = None
         self._stack: tuple[Stack | None, StackParams | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None
