@@ -26,6 +26,7 @@ from paceline.models.load.loader import (
 from paceline.models.spec import ModelConfig
 from paceline.models.weights import MIDDLE, Dtypes, StoredWeight, WeightKind
 from paceline.platform.cpu import usable_cores
+from paceline.platform.garbage import no_collection
 from paceline.platform.threads import torch_threads
 from paceline.text.tokenizer import Tokenizer
 
@@ -81,7 +82,7 @@ def load_model(
     if reason := why_slow(kernels, place):
         _warn_once(str(reason))
     cache = choose_kv_dtype(kv_dtype, place, kernels)
-    with parsed_once(path):
+    with parsed_once(path), no_collection():  # which would go through a vocabulary many times
         config = load_config(path)
         weights, extra = load_all_weights(path, config, declared)
         vocabulary = Tokenizer.from_path(tokenizer or path)  # before the weights are read, which takes longest
