@@ -231,7 +231,8 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request() -> Non
         assert go_on.wait(60)
         compiled.append(wanted["regex"])
 
-    built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
+    admission = SimpleNamespace(grammars=SimpleNamespace(compile=compile))
+    built: Any = SimpleNamespace(engine=SimpleNamespace(admission=admission))
     worker = Worker(NO_CHANNEL, built)
     threading.Thread(target=worker.compile_grammars, daemon=True).start()
 

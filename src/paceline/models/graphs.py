@@ -326,6 +326,8 @@ class PassGraphs:
 
     def _capture(self, placed: Placed) -> None:
         started, before = time.perf_counter(), self._reserved()
+        assert self._caches is not None
+        self._decoder.stack(self._caches, placed.plan.max_len)  # copies tables to the device, which no capture may do
         placed.graph = self._recorder.capture(lambda: self.compute(placed))
         placed.kept = [placed.graph.result, *self.scratch()]
         self.captured += 1
