@@ -69,8 +69,10 @@ class Runs:
         )
         with _unprepared() if on else nullcontext():
             self.engine = Engine(decoder, config, drafters=drafters, policy=self.policy)
-        if on:
-            self._share_cache(on)
+        # Layers of the draft model, which follow the target's: one list for all that share a cache, since graphs belong
+        # to the list that they were captured with.
+        self.draft_layers = on.draft_layers if on else self.engine.runner.cache.layers[len(decoder.kv_specs) :]
+        self._share_cache(on or self)
 
     @staticmethod
     def _drafters(subject: Subject, decoder: Decoder, method: str) -> list[Drafter]:
@@ -86,8 +88,8 @@ class Runs:
         mine, theirs = self.engine.runner, other.engine.runner
         mine.cache, mine._caches = theirs.cache, theirs._caches
         for drafter in self.engine.drafters.drafters:
-            if isinstance(drafter, DraftModelDrafter):  # its layers follow the target's
-                drafter.bind(theirs.cache.layers[len(theirs.model.kv_specs) :], theirs.cache.block_size)
+            if isinstance(drafter, DraftModelDrafter):
+                drafter.bind(self.draft_layers, theirs.cache.block_size)
 
     def forget(self) -> None:
         """A policy that knows nothing, on graphs that are captured."""
