@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from paceline.core.sequence import Sequence
 from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.model import by_passes
 from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.model.vocabulary import load_beside
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
 from paceline.errors import ModelNotFound
-from paceline.models.kernels import kernels_for
+from paceline.models.kernels import FLOAT32, INT8, kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.load.open_model import load_model
 from paceline.models.plan import PassPlan
@@ -369,6 +371,17 @@ def test_the_table_makes_it_from_a_models_name(tiny):
     alone = run(Engine(target.decoder, config), [request])[0]["a"]
     assert results.output_tokens == alone.output_tokens
     assert engine.drafters.failures == 0
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", INT8), ("float32", FLOAT32)])
+def test_a_draft_model_of_blocks_rounds_its_activations(dtype, expected, smollm2_path):
+    """No output depends on a drafter's rounding, so it takes the cheapest; a dtype that was asked for stays."""
+    target = load_model(smollm2_path, device="cpu", threads=1)
+    kernels = target.decoder.kernels
+    context = replace(context_of(target), kernels=kernels, dtype=dtype)
+    loaded = load_beside("smollm2", smollm2_path, context)
+    assert loaded.decoder.kernels.activations == (expected if kernels.name.startswith("native") else FLOAT32)
+    assert kernels.activations == FLOAT32
 
 
 def test_versions_differ_by_model(tiny):

@@ -1,4 +1,5 @@
-"""A draft model beside its target: loaded in the target's precision, and refused if its token ids mean other texts."""
+"""A draft model beside its target: loaded in the target's precision or a cheaper one, and refused if its token ids mean
+other texts."""
 
 from __future__ import annotations
 
@@ -8,13 +9,18 @@ import torch
 
 from paceline.drafters.base import DrafterContext
 from paceline.errors import InvalidParameter
-from paceline.models.load.open_model import LoadedModel, load_model
+from paceline.models.backends.cpu.kernels import NativeKernels
+from paceline.models.kernels import FLOAT32, INT8
+from paceline.models.load.loader import load_all_weights, load_config
+from paceline.models.load.open_model import TYPICAL, LoadedModel, load_model
 
 
 def load_beside(name: str, path: Path, context: DrafterContext) -> LoadedModel:
-    """Load a draft model in the precision of the target; one of another vocabulary is refused."""
+    """Load a draft model in the precision of the target, but with int8 activations where its weights are blocks and
+    native kernels serve: no output depends on a drafter's rounding. One of another vocabulary is refused."""
     loaded = load_model(
         path,
+        activations=INT8 if _may_round(path, context) else FLOAT32,
         # auto stores plain numbers in bf16 on a GPU, and leaves codes and blocks small.
         dtype="auto" if context.dtype == "bfloat16" else context.dtype,
         device=context.device.type,
@@ -23,6 +29,13 @@ def load_beside(name: str, path: Path, context: DrafterContext) -> LoadedModel:
     )
     check_vocabulary(name, loaded, context)
     return loaded
+
+
+def _may_round(path: Path, context: DrafterContext) -> bool:
+    if context.dtype != "auto" or not isinstance(context.kernels, NativeKernels):
+        return False
+    weights, _ = load_all_weights(path, load_config(path), lambda name: True)
+    return weights.kinds[TYPICAL].is_blocks
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:
