@@ -256,5 +256,6 @@ def _is_idle(name: str, files: TensorFiles, coded: Container[str], expected: Con
 
 def _open_gguf(path: Path) -> GGUFFile:
     if not path.is_file():
-        raise ModelNotFound(f"{path} does not exist")
+        what = "is no file but a folder, a pipe or a device" if path.exists() else "does not exist"
+        raise ModelNotFound(f"{path} {what}")
     return open_gguf(path)
