@@ -220,9 +220,11 @@ inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long
     }
 }
 
+// Prefetches the share of one block in a unit further on, its scales included.
 template <class F>
-inline void prefetch_ahead(const uint8_t* block) {
-    for (long i = 0; i < F::UNIT / F::BLOCKS; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i, 0, 3);
+inline void prefetch_ahead(const uint8_t* unit, long block) {
+    constexpr long SHARE = (F::UNIT + F::BLOCKS - 1) / F::BLOCKS;
+    for (long i = 0; i < SHARE; i += 64) __builtin_prefetch(unit + block * SHARE + PREFETCH_BYTES + i, 0, 3);
 }
 
 // Few rows: weights are expanded in registers and used at once.
@@ -232,7 +234,7 @@ void block_tile(const float* x, long ldx, const uint8_t* panel, long K, Output t
     for (long k = 0; k < K; k += BLOCK) {
         const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
         const long block = k % F::SUPER / BLOCK;
-        prefetch_ahead<F>(unit + F::WORDS_AT + block * F::BLOCK_BYTES);
+        prefetch_ahead<F>(unit, block);
         each_weight<F>(unit, block, [&](int i, vec low, vec high) __attribute__((always_inline)) {
             sums.add(x + k + i, ldx, low, high);
         });

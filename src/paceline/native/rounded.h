@@ -182,7 +182,7 @@ void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool
         for (long k = 0; k < K; k += BLOCK) {
             const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
             const long block = k % F::SUPER / BLOCK;
-            if (first && !from) prefetch_ahead<F>(unit + F::WORDS_AT + block * F::BLOCK_BYTES);
+            if (first && !from) prefetch_ahead<F>(unit, block);
 #pragma GCC unroll 2
             for (long part = 0; part < BLOCK / F::GROUP; part++)
 #pragma GCC unroll 2
