@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from io import FileIO
@@ -29,7 +30,6 @@ FIRST_BYTES = 8 << 20  # bytes read at first; holds the header of most vocabular
 MOST_HEADER_BYTES = 1 << 30  # a header that goes on behind them is damaged
 SPARE_BYTES = 1 << 20, 64 << 20  # bytes of tensors whose memory is used again; embeddings, which come once, are larger
 SPARE_TENSORS = 3  # tensors whose memory may be used again: the parts of a product are read together
-UNUSED = 3  # references to an array that is in the list, in a loop's variable and an argument, and nowhere else
 LENGTH = struct.Struct("<Q")  # of a text
 
 
@@ -61,6 +61,7 @@ class GGUFFile:
             raise BrokenModel(f"{path} cannot be read: {error}") from error
         self.size = self._state.st_size
         self._spare: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
         if not self.size:
             raise BrokenModel(f"{path} is empty: the download did not finish; download it again")
         length = FIRST_BYTES
@@ -152,7 +153,10 @@ class GGUFFile:
         return values.reshape(info.shape)
 
     def _bytes(self, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        data = self._memory(count)
+        with self._lock:  # several threads may read one file
+            return self._read(offset, self._memory(count))
+
+    def _read(self, offset: int, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         rest = memoryview(data.data)
         try:
             self._file.seek(offset)
@@ -170,11 +174,19 @@ class GGUFFile:
         pages take three times as long as the reading."""
         if not SPARE_BYTES[0] <= count <= SPARE_BYTES[1]:
             return np.empty(count, np.uint8)
-        for at, spare in enumerate(self._spare):
-            if len(spare) >= count and sys.getrefcount(spare) == UNUSED:
+        for at in range(len(self._spare)):
+            if len(self._spare[at]) >= count and _references(self._spare, at) == ALONE:
                 return self._spare[at][:count]
         self._spare = [*self._spare[-SPARE_TENSORS + 1 :], np.empty(count, np.uint8)]
         return self._spare[-1][:count]
+
+
+def _references(arrays: list[npt.NDArray[np.uint8]], at: int) -> int:
+    """Return the number of references to an array of a list, those of this call included."""
+    return sys.getrefcount(arrays[at])
+
+
+ALONE = _references([np.empty(1, np.uint8)], 0)  # references to an array that only its list refers to
 
 
 class _FileState(NamedTuple):

@@ -408,6 +408,18 @@ def test_a_header_longer_than_the_first_bytes_is_read_whole(tmp_path: Path, monk
         assert GGUFFile(tmp_path / "m.gguf").tensors == whole
 
 
+def test_memory_of_a_tensor_is_used_again_only_when_nothing_refers_to_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("paceline.files.gguf.SPARE_BYTES", (1, 1 << 20))
+    (tmp_path / "m.gguf").write_bytes(header((b"a", 0), (b"b", 32)))
+    file = GGUFFile(tmp_path / "m.gguf")
+    first = torch.from_numpy(file.raw("a").reshape(4, 8))
+    second = file.raw("b")
+    assert first.data_ptr() != second.ctypes.data
+    at = second.ctypes.data
+    del second
+    assert file.raw("a").ctypes.data == at
+
+
 def test_a_file_is_parsed_once_while_a_reader_holds_it(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(header((b"a", 0)))
