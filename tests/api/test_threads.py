@@ -134,7 +134,7 @@ def passes(llm: LLM, replaced):
 
 
 def failing_pass(llm: LLM, problem: Exception, *, after: int = 0):
-    """One pass of the target raises, after so many that do not."""
+    """Raise in one pass of the target, behind `after` passes that succeed."""
     number = itertools.count()
 
     def breaking(forward):

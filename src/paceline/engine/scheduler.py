@@ -174,7 +174,7 @@ class Scheduler:
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> tuple[list[tuple[int, int]], Reserved]:
         """Return the rows that may draft again behind the step under way, each with its number of nodes, and the ends
-        of the slots that these drafts write. Such a row drafts by one of `methods` in the step, and its slots are
+        of the slots that these drafts write. In the step these rows draft by one of `methods`; their slots are
         allocated only if a free block is left for every running sequence."""
         rows, reserved = [], {}
         for row, (method, drafted) in batch.drafts.items():
