@@ -59,6 +59,7 @@ class HashModel:
         self.device = torch.device("cpu")
         self.cache_dtype = torch.float64
         self.torch_threads: int | None = None
+        self.pass_bytes = 0
         self.num_passes = 0
         self.rows_per_pass: list[int] = []
 

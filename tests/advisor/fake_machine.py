@@ -75,6 +75,7 @@ class TableModel:
         self.config: ModelConfig = toy_config(VOCAB, PLACES, eos_token_ids=(EOS,))
         self.kv_specs = (KVSpec(num_kv_heads=1, head_dim=1),)
         self.device, self.cache_dtype, self.torch_threads = torch.device("cpu"), torch.float32, None
+        self.pass_bytes = 0
         self._costs, self._clock, self._said = costs, clock, said
 
     def prepare(self, *_):

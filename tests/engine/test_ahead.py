@@ -54,7 +54,7 @@ class Resting(ByRequest):
         self.planned += 1
         return super().plan(sequences, *step)
 
-    def next_is_plain(self, sequences, offers):
+    def skip_plan(self, sequences, offers):
         plain = all(sequence.request_id not in self.choices for sequence in sequences)
         return plain or len(sequences[0].tokens) % self.often > 0
 

@@ -76,6 +76,7 @@ class FunctionModel:
         self.logits_of, self.config = logits_of, config or toy_config(VOCAB)
         self.kv_specs = (KVSpec(num_kv_heads=1, head_dim=1),) * num_layers
         self.device, self.cache_dtype, self.torch_threads = torch.device("cpu"), torch.float32, None
+        self.pass_bytes = 0
         self.rows_per_pass = []
         self.fail_at = set()  # numbers of the passes that raise
 
@@ -457,6 +458,7 @@ class Stumbling:
         self.model, self._errs = model, errs
         self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
         self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
+        self.pass_bytes = model.pass_bytes
 
     def prepare(self, *_):
         return False

@@ -35,7 +35,7 @@ from paceline.core.sequence import Sequence as TokenSequence
 from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.model.draft_model import CATCH_UP
-from paceline.engine.drafter_set import CATCHING_UP
+from paceline.engine.drafter_set import SMALL_LAG
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy, Policy
 from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
@@ -246,7 +246,7 @@ def _step_seconds(
     running = engine.scheduler.sequences
     while any(not sequence.decoding for sequence in running()):
         engine.step()
-    while any(drafter.unread_tokens(sequence) > CATCHING_UP for sequence in running()):
+    while any(drafter.unread_tokens(sequence) > SMALL_LAG for sequence in running()):
         if not reading:
             return {}
         engine.step()

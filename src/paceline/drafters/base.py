@@ -85,6 +85,8 @@ class Drafter(Protocol):
     scratch_slots: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
     depth: int  # bound of every draft; a tree of many nodes fits where few tokens are left, if it is not deep
     trees: bool  # nodes come in order of probability: the first n are the best tree of n, and cost no more than one
+    pass_bytes: int  # of weights that one pass of its model reads; of trees, that a whole draft reads; 0: unknown
+    passes: int  # of its model, one behind the other, in the last draft; 1 where all of it is made at once
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers of `kv_layers`; called once, before anything else."""
@@ -141,8 +143,8 @@ class DrafterDefaults:
     on_device = shifted_kv = trees = False
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    scratch_slots = 0
-    depth = MAX_K
+    scratch_slots = pass_bytes = 0
+    depth, passes = MAX_K, 1
 
     def close(self) -> None:
         pass

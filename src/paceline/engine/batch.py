@@ -145,6 +145,14 @@ class StepResult:
         self.tokens.append([])
 
 
+class DraftWork(NamedTuple):
+    """The work of one method's drafts in a step."""
+
+    passes: int  # of its model, one behind the other: the depth of a chain; 1 for a tree or a lookup
+    unread: int  # tokens of all rows that it read first
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepTiming:
     """The seconds of one step, and whether they are typical."""
@@ -152,7 +160,7 @@ class StepTiming:
     num_sequences: int
     rows: int  # rows of the target pass
     step_s: float  # from the end of the step before, or from the step's first launch
-    draft_s: Mapping[str, tuple[int, float]]  # method -> most nodes of a row, and seconds; no method that caught up
+    work: Mapping[str, DraftWork]  # by method; without drafts that compiled or captured something
     time_is_typical: bool = True  # nothing was captured or compiled in the step
     ahead: bool = False  # launched before the step before it was read
 

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,7 +27,7 @@ from paceline.drafters import Drafter, DraftRequest
 from paceline.drafters.base import DeviceDrafter, HostDrafter, VerifiedDraft
 from paceline.drafters.hidden_states import CommittedRow, PromptChunk, TapRing
 from paceline.drafters.method_names import matches_method
-from paceline.engine.batch import Batch, StepResult
+from paceline.engine.batch import Batch, DraftWork, StepResult
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.in_flight import InFlightStep
 from paceline.engine.policy import Offer
@@ -37,7 +38,6 @@ log = logging.getLogger("paceline")
 # Drafts, and the share of them whose likeliest token is accepted, below which a trained drafter is reported. The
 # packaged drafter has 0.5 at temperature 0.7, and 0.13 with its taps in the wrong order.
 TRIAL, SUSPICIOUS = 50, 0.2
-CATCHING_UP = 8  # tokens; mean lag above which a drafter's time is not typical of a draft
 FIRST_TOKENS, SMALL_LAG = 2, 8  # tokens; with a longer lag a drafter does not draft for an answer's first tokens
 
 
@@ -47,15 +47,17 @@ class EarlyDraft:
 
     draft: Draft
     rows: dict[str, int]  # sequence key -> row of the draft
+    passes: int
     watch: Stopwatch | None  # None: the time was not typical
     read: bool = False  # the step under way has been read
 
 
 class _Timed(NamedTuple):
-    """The time of a method's draft. `before`: it was launched in the step before, so this step's time does not include
+    """The work of a method's draft. `before`: it was launched in the step before, so this step's time does not include
     it."""
 
-    depth: int
+    passes: int  # as in DraftWork
+    unread: int
     watch: Stopwatch
     before: bool = False
 
@@ -84,7 +86,10 @@ class StepOffers:
 
 
 class DrafterSet:
-    def __init__(self, drafters: SequenceOf[Drafter], vocab_size: int, blocks: BlockManager) -> None:
+    def __init__(
+        self, drafters: SequenceOf[Drafter], vocab_size: int, blocks: BlockManager, pass_bytes: int = 0
+    ) -> None:
+        """`pass_bytes`: weights that a pass of the target reads; 0: unknown."""
         self.drafters, self.names = tuple(drafters), tuple(drafter.name for drafter in drafters)
         self._vocab_size, self._blocks = vocab_size, blocks
         self._by_name = {drafter.name: drafter for drafter in drafters}
@@ -103,6 +108,7 @@ class DrafterSet:
         self.shifted_kv = any(one.taps and one.kv_layers and one.shifted_kv for one in drafters)
         self.scratch_slots = {one.name: one.scratch_slots for one in drafters if one.scratch_slots}
         self.depths = {drafter.name: drafter.depth for drafter in drafters}
+        self._prices = {drafter.name: drafter.pass_bytes / pass_bytes if pass_bytes else 0.0 for drafter in drafters}
         self.retire(())
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
@@ -152,9 +158,11 @@ class DrafterSet:
         drafter = self._by_name[method]
         levels = self._levels(drafter, sequences)
         if not all(levels):
-            rows = [row for row, level in zip(rows, levels, strict=True) if level]
+            rows, sequences = list(compress(rows, levels)), list(compress(sequences, levels))
             levels = [level for level in levels if level]
-        return Offer(method, rows, levels, method in self._models, drafter.trees, drafter.depth)
+        needs_model = method in self._models
+        unread = [self._unread_tokens(drafter, one) for one in sequences] if needs_model else ()
+        return Offer(method, rows, levels, unread, self._prices[method], needs_model, drafter.trees, drafter.depth)
 
     def _levels(self, drafter: Drafter, sequences: SequenceOf[Sequence]) -> list[int]:
         """Return the level of each sequence; 0: its draft would be empty, or the drafter failed."""
@@ -223,7 +231,8 @@ class DrafterSet:
             if draft is not None and draft.width:
                 counts = draft.num_nodes.tolist()
                 row_of = {one.sequence.key: row for row, one in enumerate(requests) if counts[row]}
-                self._early[drafter.name] = EarlyDraft(draft, row_of, watch if drafter.time_is_typical else None)
+                watch_or_none = watch if drafter.time_is_typical else None
+                self._early[drafter.name] = EarlyDraft(draft, row_of, drafter.passes, watch_or_none)
 
     def _use_early(self, begun: EarlyDraft, method: str, requests: list[DraftRequest]) -> Draft:
         """Return the rows of an early draft, cut to the nodes that are requested now."""
@@ -231,36 +240,35 @@ class DrafterSet:
         begun_nodes = begun.draft.num_nodes.tolist()
         counts = [min(one.max_nodes, begun_nodes[row]) for one, row in zip(requests, rows, strict=True)]
         if begun.watch is not None:
-            self._timed[method] = _Timed(_depth(drafter, begun.draft), begun.watch, before=True)
+            self._timed[method] = _Timed(begun.passes, 0, begun.watch, before=True)
         drafter.use_early([DraftRequest(one.sequence, count) for one, count in zip(requests, counts, strict=True)])
         return begun.draft.take(rows, counts)
 
     def _draft(self, method: str, requests: list[DraftRequest], *, alone: bool) -> Draft | None:
         """Draft now, and time it; `alone`: no other rows' early drafts of the method are used in the step."""
         drafter, on_device = self._by_name[method], self._on_device.get(method)
-        caught_up = self._unread_tokens(drafter, requests) <= CATCHING_UP
+        unread = sum([self._unread_tokens(drafter, one.sequence) for one in requests])
         with Stopwatch(on_device is not None and self._on_cuda) as watch:
             draft = self._propose(drafter, requests)
-        if draft is not None and caught_up:
+        if draft is not None:
             self._timed.pop(method, None)
-            if on_device is None:
-                self._timed[method] = _Timed(max([one.max_nodes for one in requests]), watch)
-            elif on_device.time_is_typical and alone:
-                self._timed[method] = _Timed(_depth(drafter, draft), watch)
+            if on_device is None or (on_device.time_is_typical and alone):
+                self._timed[method] = _Timed(drafter.passes, unread, watch)
         return draft
 
-    def draft_seconds(self) -> tuple[dict[str, tuple[int, float]], float]:
-        """Return each method's draft depth and seconds, and the seconds of those drafts launched in the step before. A
-        drafter that had to catch up is left out."""
-        seconds = {method: (timed.depth, timed.watch.seconds) for method, timed in self._timed.items()}
-        return seconds, sum([seconds[method][1] for method, timed in self._timed.items() if timed.before])
+    def draft_work(self) -> tuple[dict[str, DraftWork], float]:
+        """Return the work of each method's drafts, and the seconds of those launched in the step before."""
+        work = {name: DraftWork(one.passes, one.unread, one.watch.seconds) for name, one in self._timed.items()}
+        return work, sum([work[name].seconds for name, one in self._timed.items() if one.before])
 
-    @staticmethod
-    def _unread_tokens(drafter: Drafter, requests: SequenceOf[DraftRequest]) -> int:
+    def _unread_tokens(self, drafter: Drafter, sequence: Sequence) -> int:
+        """Return the tokens that a drafter reads before it drafts; a lookup reads none."""
+        if drafter.name not in self._models:
+            return 0
         try:
-            return sum([drafter.unread_tokens(one.sequence) for one in requests]) // len(requests)
+            return drafter.unread_tokens(sequence)
         except Exception:  # it fails again, and is reported, when it drafts
-            return CATCHING_UP + 1
+            return 0
 
     def _propose(self, drafter: Drafter, rows: list[DraftRequest], after: UnreadVerdict | None = None) -> Draft | None:
         try:
@@ -385,11 +393,6 @@ class DrafterSet:
             self.failures += 1
             self.retire(self.retired | {drafter.name})
             log.warning("drafter %s failed and is switched off: %r", drafter.name, problem)
-
-
-def _depth(drafter: Drafter, draft: Draft) -> int:
-    """Return the factor of a draft's time: its depth, or 1 where all of it is made in one pass."""
-    return 1 if drafter.trees else draft.max_depth
 
 
 def _needs_model(drafter: Drafter) -> bool:

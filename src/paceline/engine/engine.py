@@ -64,7 +64,7 @@ class Engine:
                 specs, num_blocks=num_blocks, block_size=config.block_size, dtype=model.cache_dtype, device=model.device
             )
         self.blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-        self.drafters = DrafterSet(drafters, model.config.vocab_size, self.blocks)
+        self.drafters = DrafterSet(drafters, model.config.vocab_size, self.blocks, model.pass_bytes)
         self.drafters.bind(cache, len(model.kv_specs))
         self.policy: Policy = policy or AdaptivePolicy()
         self.clock = StepClock()

@@ -122,9 +122,8 @@ class Scheduler:
             decoding = [decoding[row] for row in np.flatnonzero(ahead.token_source >= 0)]
         if decoding:
             offers = self.drafters.offers(decoding)
-            if not self.policy.next_is_plain(decoding, offers):
+            if not self.policy.skip_plan(decoding, offers):
                 return None
-            self.policy.skip_plan(decoding, offers)
         for sequence, end in growing:
             self.blocks.allocate(sequence, end)
         self._rows, self._num_tokens, self._num_drafted = {}, ahead.num_tokens, 0

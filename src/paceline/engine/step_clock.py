@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from paceline.core.sequence import Sequence, Status
-from paceline.engine.batch import Batch, StepResult, StepTiming
+from paceline.engine.batch import Batch, DraftWork, StepResult, StepTiming
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.in_flight import InFlightStep
 
@@ -35,13 +35,13 @@ class StepClock:
     def read(self, flight: InFlightStep, drafters: DrafterSet) -> StepTiming:
         """Return the timing of a step that was just read; early drafts began at most when the step before was read."""
         read_before, self._read_at = self._read_at, time.perf_counter()
-        draft_s: dict[str, tuple[int, float]] = {}
+        work: dict[str, DraftWork] = {}
         if flight.batch.num_drafted:
-            draft_s, before_s = drafters.draft_seconds()
+            work, before_s = drafters.draft_work()
             self._started = max(self._started - before_s, min(read_before, self._started))
         rows = flight.layout.tokens.shape[0]
         self.step_s = self._read_at - self._started
-        return StepTiming(len(flight.batch), rows, self.step_s, draft_s, flight.time_is_typical, flight.ahead)
+        return StepTiming(len(flight.batch), rows, self.step_s, work, flight.time_is_typical, flight.ahead)
 
     def share(self, batch: Batch, result: StepResult, step_s: float, plain_s: float | None) -> None:
         """Add a step that only decoded to the sums. A sequence is in every step from its admission to its end, so its

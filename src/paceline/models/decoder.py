@@ -41,6 +41,7 @@ class Model(Protocol):
     device: torch.device
     cache_dtype: torch.dtype
     torch_threads: int | None  # threads for torch's own operations beside its kernels; None: unchanged
+    pass_bytes: int  # of weights that one pass reads; 0: unknown
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
@@ -135,6 +136,8 @@ class Decoder:
             embedding = packing.embedding(rows, head if tied else None)
         self.head = head
         self.embedding = embedding  # (V, H), indexed by token ids
+        products = [self.head, *(product for layer in self.layers for product in layer.products)]
+        self.pass_bytes = sum([product.nbytes for product in products])
         self._shape: StackParams | None = None
         self._stack: tuple[Stack | None, StackParams | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None

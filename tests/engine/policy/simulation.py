@@ -10,7 +10,7 @@ import numpy as np
 from paceline.config import TRAINED_LEVEL
 from paceline.core.sequence import Sequence
 from paceline.drafters.base import HostDrafter
-from paceline.engine.batch import StepTiming
+from paceline.engine.batch import DraftWork, StepTiming
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.drafter_set import DrafterSet
 from paceline.engine.policy import DEEPEST, DraftPlan
@@ -121,22 +121,22 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
     offers = offers_of(drafters, sequences, retired)
     choices = [DraftPlan()] * len(sequences) if resting else policy.plan(sequences, offers, 0, others_wait)
     policy.learn()
-    outputs, drafting = [], {}
+    outputs, work = [], {}
     for one, choice in zip(sequences, choices, strict=True):
         drafter = by_name.get(choice.method)
         accepted = drafter.accepted(one, choice.max_nodes) if drafter else 0
         if drafter:
-            depth = max(choice.max_nodes, drafting.get(choice.method, (0, 0.0))[0])
-            drafting[choice.method] = depth, drafter.seconds * depth
+            passes = max(choice.max_nodes, work[choice.method].passes if choice.method in work else 0)
+            work[choice.method] = DraftWork(passes, 0, drafter.seconds * passes)
         committed = [1] * min(accepted + 1, one.remaining)
         one.tokens += committed
         ended = one.remaining == 0
         outputs.append(ResultRow(one, committed, ended, choice.method, choice.max_nodes, accepted, choice.max_nodes))
     nodes = sum(choice.max_nodes for choice in choices)
-    taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
+    taken = seconds(len(sequences), nodes, resting) + sum(each.seconds for each in work.values())
     reported = taken * noise.uniform(0.9, 1.1) if noise else taken
     rows = len(sequences) + nodes
-    policy.observe(result_of(outputs), StepTiming(len(sequences), rows, reported, drafting, ahead=resting))
+    policy.observe(result_of(outputs), StepTiming(len(sequences), rows, reported, work, ahead=resting))
     return sum(len(output.tokens) for output in outputs), taken, choices
 
 
@@ -163,10 +163,10 @@ def tree_step(policy, drafter, sequences, curve):
         outputs.append(ResultRow(one, committed, False, choice.method, choice.max_nodes, len(path), 8))
         paths.append(path)
     nodes = sum(choice.max_nodes for choice in choices)
-    drafting = {drafter.name: (1, drafter.seconds)} if nodes else {}
+    work = {drafter.name: DraftWork(1, 0, drafter.seconds)} if nodes else {}
     taken = seconds_of(curve, len(sequences) + nodes) + (drafter.seconds if nodes else 0.0)
     made = result_of(outputs, paths.__getitem__)
-    policy.observe(made, StepTiming(len(sequences), len(sequences) + nodes, taken, drafting))
+    policy.observe(made, StepTiming(len(sequences), len(sequences) + nodes, taken, work))
     expected = sum(1 + drafter.shares[: choice.max_nodes].sum() for choice in choices)
     return expected, taken, [choice.max_nodes for choice in choices]
 
@@ -197,9 +197,7 @@ def on_a_device(policy, drafter, sequences, steps, arriving=None):
             policy.forget(sequences[turn % len(sequences)])
             sequences[turn % len(sequences)] = sequence(f"new{turn}")
         said, taken, choices = step(policy, [drafter], sequences, seconds, resting=resting)
-        resting = policy.next_is_plain(sequences, offers_of([drafter], sequences))
-        if resting:
-            policy.skip_plan(sequences, offers_of([drafter], sequences))
+        resting = policy.skip_plan(sequences, offers_of([drafter], sequences))
         tokens, clock = tokens + said, clock + taken
         planned.append(choices)
     return tokens / clock, planned

@@ -7,11 +7,12 @@ import math
 
 import pytest
 
+from paceline.config import MAX_K
 from paceline.engine.batch import StepTiming
-from paceline.engine.policy import DEEPEST, DraftPlan
+from paceline.engine.policy import DraftPlan
 from paceline.engine.policy.adaptive import MARGIN, AdaptivePolicy
-from paceline.engine.policy.costs import GRID, StepTimes
-from paceline.engine.policy.priors import CPU
+from paceline.engine.policy.costs import StepTimes
+from paceline.engine.policy.priors import CPU, GRID
 from tests.engine.policy.simulation import (
     DEVICE,
     FLAT,
@@ -32,7 +33,7 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
     """The next plan may come before the lesson; and the tokens drafted are not looked at."""
     lookup, noted = Lookup("lookup", 0.9), []
     policy, one = AdaptivePolicy("lookup", 2), sequence("s")
-    policy.tables.survival.note = lambda method, sampled, level, depth, accepted: noted.append((level, depth))
+    policy.survival.note_chain = lambda method, sampled, level, depth, accepted: noted.append((level, depth))
     for level in (4, 9):
         lookup._evidence = level
         assert plan(policy, [lookup], [one]) == [DraftPlan("lookup", 2)]
@@ -48,7 +49,7 @@ def test_a_machine_whose_passes_are_cheaper_than_the_prior_says_is_found_out():
     first = simulate(policy, [drafter], FLAT, many, 20)
     simulate(policy, [drafter], FLAT, many, 600)
     assert simulate(policy, [drafter], FLAT, many, 400) > max(1.3 * first, 0.9 * best_fixed(0.95, FLAT, 8)[1])
-    assert StepTimes(CPU).seconds(72) > 2 * policy.tables.step_times[False].seconds_with(8, 64)[-1] / 0.02
+    assert StepTimes(CPU).seconds(72) > 2 * policy.step_times[False].seconds_with(8, 64)[-1] / 0.02
 
 
 def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
@@ -75,8 +76,8 @@ def test_prompts_beside_them_do_not_make_drafts_cheaper():
     drafter, sequences = Lookup("g", 0.5), [sequence(f"s{i}") for i in range(16)]
     policy = AdaptivePolicy("auto")
     for _ in range(30):  # a machine whose drafted steps take a little less than they should beside its plain ones
-        policy.tables.step_times[False].observe(16, 0.1, drafted=False)
-        policy.tables.step_times[False].observe(17, 0.095, drafted=True)
+        policy.step_times[False].observe(16, 0.1, drafted=False)
+        policy.step_times[False].observe(17, 0.095, drafted=True)
     plan(policy, [drafter], sequences)
     alone = policy.expected_gain
     plan(policy, [drafter], [sequence(f"t{i}") for i in range(16)], 400)
@@ -94,8 +95,8 @@ def test_sequences_that_ended_are_forgotten():
         step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
         live = [one for one in live if one.remaining]
     policy.learn()
-    assert not policy.tables.pace
-    assert not policy.backoff.seen
+    assert not policy._pace
+    assert not policy._planned
 
 
 def test_what_was_learnt_survives_a_restart_and_a_broken_state_changes_nothing():
@@ -104,18 +105,22 @@ def test_what_was_learnt_survives_a_restart_and_a_broken_state_changes_nothing()
     simulate(policy, [drafter], FLAT, [sequence("s")], 500)
     state = json.loads(json.dumps(policy.state()))
     again.load(state)
+    assert plan(again, [drafter], fresh) == [DraftPlan()], "the first step says how fast the machine is now"
+    again.observe(result_of([ResultRow(fresh[0], [1], False)]), StepTiming(1, 1, 0.02, {}))
     assert plan(again, [drafter], fresh)[0].max_nodes >= 4, "a one-shot request does not start cold"
-    assert again.state()["acceptance"] == state["acceptance"]
-    (greedy, sampled), record, drafts = state["steps"], state["acceptance"][0], state["drafts"]
+    assert again.state()["survival"] == state["survival"]
+    (greedy, sampled), record, (price, factors) = state["steps"], state["survival"][0], state["drafts"]["g"]
     for broken in (
         {},
         state | {"steps": 3},
         state | {"steps": [greedy]},
-        *(state | {"steps": [greedy | {"scale": scale}, sampled]} for scale in (0, -1e-3, 1e9, math.nan)),
-        state | {"steps": [greedy | {"factor": [[math.nan] * len(GRID)] * 2}, sampled]},
-        state | {"steps": [greedy | {"factor": [[0.0] * 3] * 2}, sampled]},
-        *(state | {"acceptance": [record | {"tried": [one] * DEEPEST}]} for one in (math.nan, math.inf, -1.0)),
-        *(state | {"drafts": [[*drafts[0][:2], one, *drafts[0][3:]]]} for one in (0.0, math.nan)),
+        *(state | {"steps": [greedy | {"slope": slope}, sampled]} for slope in (-1e3, 1e9, math.nan)),
+        state | {"steps": [greedy | {"sums": [[math.nan] * len(GRID)] * 2}, sampled]},
+        state | {"steps": [greedy | {"sums": [[0.0] * 3] * 2}, sampled]},
+        *(state | {"survival": [[*record[:3], [one] * MAX_K, *record[4:]]]} for one in (math.nan, math.inf, -1.0)),
+        *(state | {"drafts": {"g": [price, [[0, one, 1.0]]]}} for one in (1e9, math.nan)),
+        *(state | {"drafts": {"g": [one, factors]}} for one in (0.0, -1.0, math.nan)),
+        *(state | {"length": one} for one in (0.0, -1.0, math.nan, 1e300)),
     ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             again.load(broken)

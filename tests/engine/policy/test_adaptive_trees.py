@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from paceline.config import NONE, TRAINED_LEVEL
-from paceline.engine.batch import StepTiming
-from paceline.engine.policy.adaptive import FADE_EVERY, AdaptivePolicy
+from paceline.engine.batch import DraftWork, StepTiming
+from paceline.engine.policy.adaptive import LONG, AdaptivePolicy
+from paceline.engine.policy.costs import DraftCost
 from paceline.engine.policy.priors import CPU, GPU
 from tests.engine.policy.simulation import (
     DEVICE,
@@ -50,7 +51,7 @@ def test_trees_get_the_nodes_that_pay(curve, count):
         count * (1 + drafter.shares[:nodes].sum()) / (seconds_of(curve, count * (1 + nodes)) + 0.004 * (nodes > 0))
         for nodes in range(65)
     )
-    assert tokens / clock > 0.93 * best
+    assert tokens / clock > 0.9 * best
     if curve is FLAT:
         assert max(budgets) > 40, "a pass of many rows costs hardly more here"
 
@@ -73,7 +74,7 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
         answer.tokens += committed
         row = ResultRow(answer, committed, False, choice.method, kept, len(path), 8)
         taken = seconds_of(STEEP, 1 + kept) + (0.004 if kept else 0.0)
-        drafting = {drafter.name: (1, 0.004)} if kept else {}
+        drafting = {drafter.name: DraftWork(1, 0, 0.004)} if kept else {}
         policy.observe(result_of([row], [path].__getitem__), StepTiming(1, 1 + kept, taken, drafting))
         if step_number >= 200:
             tokens, clock, plain_s = tokens + len(committed), clock + taken, seconds_of(STEEP, 1)
@@ -89,7 +90,7 @@ def test_a_method_that_loses_does_not_stop_the_others():
     slow, lookup = Model("slow", 0.1, seconds=0.02), Lookup("lookup", 0.9)
     policy, answer = AdaptivePolicy("auto"), sequence("a")
     for _ in range(40):
-        policy.guards["slow"].note(1, -1.0)
+        policy.accounts["slow", 0].add(-1.0)
     choices = []
     for _ in range(20):
         choices += plan(policy, [slow, lookup], [answer])
@@ -117,11 +118,11 @@ def test_a_draft_that_once_took_long_is_timed_again():
     drafter, answer = TreeModel(seconds=0.0065), sequence("a")
     policy = AdaptivePolicy("trees", None, GPU)
     drafter.seconds = 0.5
-    while all(tree_step(policy, drafter, [answer], FLAT)[2]) or policy.num_steps < 8:
-        pass
+    for _ in range(20):
+        tree_step(policy, drafter, [answer], FLAT)
     drafter.seconds = 0.0065
-    drafted = [bool(tree_step(policy, drafter, [answer], FLAT)[2][0]) for _ in range(8 * FADE_EVERY)]
-    assert sum(drafted[-FADE_EVERY:]) > 0.9 * FADE_EVERY
+    drafted = [bool(tree_step(policy, drafter, [answer], FLAT)[2][0]) for _ in range(8 * LONG)]
+    assert sum(drafted[-LONG:]) > 0.9 * LONG
 
 
 def test_what_is_known_of_trees_is_kept_between_runs():
@@ -131,7 +132,7 @@ def test_what_is_known_of_trees_is_kept_between_runs():
         tree_step(policy, drafter, [sequence("a")], FLAT)
     again = AdaptivePolicy("trees")
     again.load(json.loads(json.dumps(policy.state())))
-    survival = again.tables.survival.survival("trees", False, TRAINED_LEVEL, tree=True)
+    survival = again.survival.estimate("trees", False, TRAINED_LEVEL, tree=True).survival
     assert survival.shape == (64,)
     assert (np.diff(survival) <= 0).all(), "no node has more than the one before"
     assert abs(survival[:16].sum() - drafter.shares[:16].sum()) < 0.4
@@ -185,31 +186,13 @@ def test_rows_of_one_batch_may_draft_by_different_methods():
     model = Model("model", 0.9, seconds=0.0003)
     lookup = Uneven({"0/0", "1/0"})
     policy, sequences = AdaptivePolicy("auto"), [sequence(str(at)) for at in range(4)]
+    policy.draft_costs["model"] = DraftCost(0.015)  # as its bytes would say
     chosen = Counter()
-    policy.tables.draft_times.observe(
-        "model", 2, 4, 4 * model.seconds
-    )  # else a first guess of its time stands against it
     for _ in range(200):
         *_, choices = step(policy, [model, lookup], sequences, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
         chosen.update((one.key, choice.method) for one, choice in zip(sequences, choices, strict=True))
     assert chosen["0/0", "uneven"] > 100
     assert chosen["3/0", "model"] > 100
-
-
-def test_a_model_is_not_left_for_a_lookup_that_is_hardly_better():
-    """Coming back would cost the model's catching up."""
-    used = {}
-    for seconds in (0.0, 0.006):
-        model = Model("model", 0.8, seconds=0.0005)
-        lookup = Lookup("lookup", 0.82, level=9)
-        policy = AdaptivePolicy("auto", None, DEVICE)
-        policy.tables.leaving_s = lambda rows, guess, seconds=seconds: seconds
-        one, chosen = [sequence("a")], Counter()
-        for _ in range(300):
-            *_, choices = step(policy, [model, lookup], one, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
-            chosen[choices[0].method] += 1
-        used[seconds] = chosen["lookup"]
-    assert used[0.006] < used[0.0]
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 0.5), (1, 0.75), (16, 0.6)])

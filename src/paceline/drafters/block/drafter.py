@@ -80,7 +80,7 @@ class DSparkDrafter(TappedDrafter):
         kind = WeightKind.of(dtypes.compute) if dtypes.stored is None else dtypes.stored
         store = functools.partial(stored_matrix, kind=kind, device=self.device)
         self._decoder = self._layers(tensors, store(head), kernels or TorchKernels(), dtypes, store)
-        self.kv_layers = self._decoder.kv_specs
+        self.kv_layers, self.pass_bytes = self._decoder.kv_specs, self._decoder.pass_bytes
         self._context_kv = ContextKV(config, tensors, self._decoder, store)
         self._passes: BlockPasses | None = None
         self._caches: SequenceOf[LayerCache] = ()

@@ -56,7 +56,7 @@ class EagleDrafter(TappedDrafter):
         """`top_k`: children considered of a node; 1: drafts are chains."""
         super().__init__()
         self.name, self.taps, self.kv_layers = layer.config.method, taps, (layer.kv_spec,)
-        self.device, self.version = layer.device, layer.digest
+        self.device, self.version, self.pass_bytes = layer.device, layer.digest, DEPTH * layer.pass_bytes
         self._layer, self._kernels, self.top_k, self._max_positions = layer, kernels, top_k, max_positions
         self._cache: LayerCache | None = None
         self._recorder = GraphRecorder()

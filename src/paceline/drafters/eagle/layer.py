@@ -58,6 +58,8 @@ class EagleLayer:
         if config.vocab < config.body.vocab_size:
             self.ids = draft_ids(tensors["d2t"]).to(device)
         self._embedding, self._head = self._ends(tensors, embedding, head)
+        products = self._qkv, self._output, self._gate_up, self._down, self._head
+        self.pass_bytes = sum([product.nbytes for product in products])
         self._eps, self._scale = config.body.rms_norm_eps, 1 / math.sqrt(config.body.head_dim)
         self._rope: RopeArgs | None = None
         self.digest = f"{config.taps(target.num_layers)}/{digest(tensors[name] for name in sorted(tensors))}"

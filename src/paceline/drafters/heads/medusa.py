@@ -100,6 +100,8 @@ class MedusaDrafter(TappedDrafter):
             )
             for head in heads[: self.depth]
         ]
+        products = [product for head in self._heads for product in (*head.blocks, head.output)]
+        self.pass_bytes = sum([product.nbytes for product in products])
         self._choice = torch.from_numpy((self._tree.depth - 1) * self._ranks + self._tree.rank).to(self.device)
         self._recorder, self._graphs = GraphRecorder(), dict[tuple[int, int], CudaGraph]()  # key: rows, depth
         self._inputs: Tensor | None = None  # (MOST_ROWS, H), input of the graphs

@@ -55,7 +55,7 @@ class DraftModelDrafter(DrafterDefaults):
         """`eos_token_ids` are the target's: they end an answer, not those of the draft model."""
         config = model.config
         self.version = version or f"{self.name}/{_digest(repr(config))}"
-        self.kv_layers = tuple(model.kv_specs)
+        self.kv_layers, self.pass_bytes = tuple(model.kv_specs), model.pass_bytes
         self.model, self.device, self.time_is_typical = model, model.device, True
         self._catch_up, self._block_size = catch_up, 0
         self._states: dict[str, ModelKV] = {}
@@ -121,7 +121,7 @@ class DraftModelDrafter(DrafterDefaults):
 
     def propose(self, rows: SequenceOf[DraftRequest], after: UnreadVerdict | None = None) -> Draft:
         """Draft rows whose sampling needs only the logits without the host between tokens; the others with it."""
-        self.time_is_typical = True
+        self.time_is_typical, self.passes = True, max([row.max_nodes for row in rows])
         if after is not None:
             return self._begin_early(rows, after)
         chained = [index for index, row in enumerate(rows) if self._uses_chain(row.sequence)]

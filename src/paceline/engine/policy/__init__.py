@@ -35,6 +35,8 @@ class Offer(NamedTuple):
     method: str
     rows: SequenceOf[int]  # indices of the sequences that are planned
     levels: SequenceOf[int]  # by row: how well a draft is supported by committed tokens, at least 1
+    unread: SequenceOf[int]  # by row: tokens that the drafter reads before it drafts; empty for a lookup
+    price: float  # bytes that a pass of the drafter reads, over those of a pass of the target; 0: unknown, or a lookup
     needs_model: bool  # a token ahead costs a pass of a model; else the drafter looks tokens up
     is_tree: bool  # nodes come in order of probability, all in one pass; else a chain
     max_depth: int
@@ -70,11 +72,9 @@ class Policy(Protocol):
         `others_wait`: a waiting request takes the place of a sequence that ends at once.
         """
 
-    def next_is_plain(self, sequences: SequenceOf[Sequence], offers: Offers) -> bool:
-        """The step after the one under way is plain whatever that one commits, so it needs no plan."""
-
-    def skip_plan(self, sequences: SequenceOf[Sequence], offers: Offers) -> None:
-        """Count a plain step that is launched without a plan, since `next_is_plain`."""
+    def skip_plan(self, sequences: SequenceOf[Sequence], offers: Offers) -> bool:
+        """Return whether the step after the one under way is plain whatever that one commits; it is launched without a
+        plan then, and counted."""
 
     def may_repeat(self) -> bool:
         """The step after the one under way may draft as that one does: its drafts may begin before it is planned."""
@@ -105,11 +105,8 @@ class FixedPolicy:
     ) -> SequenceOf[DraftPlan]:
         return [self.choose(sequence) for sequence in sequences]
 
-    def next_is_plain(self, sequences: SequenceOf[Sequence], offers: Offers) -> bool:
+    def skip_plan(self, sequences: SequenceOf[Sequence], offers: Offers) -> bool:
         return False
-
-    def skip_plan(self, sequences: SequenceOf[Sequence], offers: Offers) -> None:
-        pass
 
     def may_repeat(self) -> bool:
         return True

@@ -1,68 +1,68 @@
-"""The method and the number of nodes of each row's draft, decided anew at each step by one formula.
+"""The drafts of a step, chosen by one formula, and the loss that may be risked for them, by one account a method.
 
-A plan has the highest (rows + expected tokens of its nodes) / (step seconds(rows + nodes) + draft seconds), found by
-`allocate` for each method; the empty plan is always a candidate. Expected tokens are learnt in `survival`, seconds in
-`costs`; `guard` compares drafted steps with what was expected of them. All of it comes from committed tokens and
-timings, never from the draft itself: that would bias the output.
+A plan's rate is (rows + expected tokens of its nodes) / (seconds of the pass, of drafting and of reading). Reading what
+a drafter lags behind is paid once, so it is spread over the tokens that are still expected. The plan of the highest
+rate that the accounts allow is taken if it beats plain decoding. All of it comes from committed tokens and timings,
+never from the draft itself: that would bias the output.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from functools import cache
+from itertools import compress
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from paceline.config import MAX_K, NONE
 from paceline.core.sequence import Sequence
 from paceline.engine.batch import StepResult, StepTiming
-from paceline.engine.policy import DraftPlan, Offers, allocate, any_sampled, wish
-from paceline.engine.policy.allocate import Allocation, Candidate
-from paceline.engine.policy.costs import FIRST_DRAFTS, StepTimes
-from paceline.engine.policy.guard import Backoff, Guard
-from paceline.engine.policy.learned_tables import BatchRows, PlannedStep, PolicyTables, slope
+from paceline.engine.policy import DEEPEST, NO_DRAFT, DraftPlan, Offer, Offers, any_sampled, wish
+from paceline.engine.policy.account import STAKE, Account
+from paceline.engine.policy.allocate import Candidate, Floats, Prefixes, RowGroup, prefixes, token_weights
+from paceline.engine.policy.costs import LOOKUP, OUTLIER, PRICE, RECENT, DraftCost, StepTimes, size_of
 from paceline.engine.policy.priors import CPU, PassPrior
-from paceline.engine.policy.survival import bucket
+from paceline.engine.policy.survival import SurvivalTable, bucket
 
-# Gain over plain decoding below which nothing is drafted: less is within the error of the tables. For lookups it is
-# multiplied by sqrt(sequences): of many estimates the highest are chosen.
-MARGIN = 0.02
-# Steps between two plain steps, doubled from the first to the last; they keep the plain step time current.
-PLAIN_FIRST, PLAIN_EVERY = 8, 128
-SURPRISE = 0.1  # log(expected / measured seconds) above which the next plan tries more nodes
-FADE_EVERY = 128  # steps after which the records of methods that were not tried are halved
-# Steps whose timings a CPU processes together, one more for every 16 seen: with cold caches one costs as much as eight.
-MOST_OBSERVED, STEPS_PER_OBSERVED = 8, 16
-TRIAL_ROWS, TRIAL_NODES = 16, 2  # rows, and nodes of each, for a method with fewer than GUESS_TRIALS drafts
-WORST = -2.0  # plain steps; cap on the loss of one drafted step, so that one slow step alone pauses no method
-
-_draft_plan = cache(DraftPlan)
+MARGIN = 0.02  # gain over plain decoding that a plan must promise: the tables err by as much
+RISK = 0.05  # share of the best rate that every DEEPEST-th plan may give up to learn the cost of more nodes
+LONG = 128  # tokens of an answer before any ended; steps between plain steps, and until unused records count half
+CHECK_BELOW = 1.5  # expected gain from which no plain step is taken to keep its time current
+FEW = 8  # sequences, of which a CPU plans every step; steps until the first plain step that is taken for its time
 
 
-NO_ROWS = BatchRows([], [], [], {}, {}, {})
+class PlannedStep(NamedTuple):
+    """The step that is planned."""
+
+    sequences: SequenceOf[Sequence]
+    remaining: list[int]  # tokens that each row may still commit
+    left: float  # tokens that all rows are expected to commit
+    times: StepTimes
+    base: int  # decode rows, plus nodes of rows whose k is fixed
+    plain_s: float
+    other_rows: int  # of prompts
+    weights: Mapping[int, float]  # of tokens, by row; empty: 1 each
 
 
-@dataclass
-class PendingPlan:
-    """The basis of the plan of the step under way, from which the policy learns once the step was observed."""
+class Choice(NamedTuple):
+    """The best prefix of some candidates' nodes."""
 
-    drafts: bool = False  # some row drafts with a k that the policy chose
-    sequences: int = 0  # that were planned; newcomers of the step are not among them
-    plain_s: float = 0.0  # seconds of a plain step; 0 while the step also computes prompt rows
-    times: StepTimes | None = None
-    explores: bool = False  # it has more nodes than the best plan
-    drafted: dict[str, tuple[int, int]] = field(default_factory=dict)  # by sequence: level, and limit of nodes or 0
-    token_weights: dict[str, float] = field(default_factory=dict)
+    rate: float  # tokens per second
+    nodes: int
+    prefixes: Prefixes
+    expected_s: float
+    node_s: float  # seconds of one more row
 
 
-class _ObservedStep(NamedTuple):
-    plan: PendingPlan
-    result: StepResult
-    timing: StepTiming
-    paths: Mapping[int, SequenceOf[int]]  # by index in the result: the accepted nodes of its tree
+class Pending(NamedTuple):
+    """The basis of the step under way, from which the policy learns."""
+
+    step: PlannedStep | None = None  # None: no row drafts with a k that the policy chose
+    expected_s: float = 0.0
+    levels: Mapping[str, tuple[int, int]] = {}  # by sequence: level, and limit of nodes or 0
 
 
 class AdaptivePolicy:
@@ -74,19 +74,25 @@ class AdaptivePolicy:
     def __init__(self, method: str = NONE, k: int | None = None, prior: PassPrior = CPU) -> None:
         self._method, self._k = method, k
         self._on_device = bool(prior.padded_to)  # steps are launched ahead where no row drafts
-        self.tables, self.backoff = PolicyTables(prior), Backoff(self._on_device)
-        self.guards: defaultdict[str, Guard] = defaultdict(Guard)  # by method
-        self.pending, self.min_node_probability = PendingPlan(), 0.0
-        self._rows = NO_ROWS  # of the last plan
-        self._observed: list[_ObservedStep] = []  # steps observed and not learnt from
-        self._urgent = False  # one of them is among the first of its method, so the next plan depends on it
-        self.num_steps = 0  # that the policy has learnt from
-        # Steps since a plain one, and the number at which one is due. Captured passes take equal times, so on a device
-        # the first interval is the longest one.
-        self._since_plain, self._plain_due = 0, PLAIN_EVERY if self._on_device else PLAIN_FIRST
-        self._explores = self._drafted = False  # the next plan tries more nodes; a step drafted since the last fade
-        self._checks = False  # the step under way is plain so that its time is known
-        self._runs_ahead = False  # some step was launched ahead
+        self.step_times = [StepTimes(prior), StepTimes(prior)]  # of greedy and of sampled batches
+        self.draft_costs: dict[str, DraftCost] = {}
+        self.survival = SurvivalTable()
+        self.accounts: defaultdict[tuple[str, int], Account] = defaultdict(Account)  # by method and class of the batch
+        self._kinds: dict[str, tuple[bool, bool]] = {}  # by method: needs a model, makes trees
+        self._length = float(LONG)  # tokens of an answer, lately
+        # Tokens a row, lately, and the plain steps they would have taken without a model.
+        self._without_model = LONG / 4, LONG / 4
+        self._pace: dict[str, float] = {}  # by sequence: tokens per step
+        self._steps = self._since_plain = 0
+        self._check_due = LONG if self._on_device else FEW  # steps; captured passes take equal times
+        self._checks = self._runs_ahead = self._drafted = False
+        self._pause, self._pause_left = 1, 0  # plain steps after a plan without a draft
+        self._planned: set[str] = set()  # sequences that were in some plan
+        self._planned_size = 0
+        self._drafting: dict[str, int] = {}  # models that drafted last, and their rows
+        self._pending = Pending()
+        self._observed: list[tuple[StepResult, StepTiming, Pending]] = []
+        self.min_node_probability = 0.0
         self.expected_gain: float | None = None  # over plain decoding, when drafting was last considered
 
     # -- planning
@@ -94,310 +100,324 @@ class AdaptivePolicy:
     def plan(
         self, sequences: SequenceOf[Sequence], offers: Offers, other_rows: int, others_wait: bool
     ) -> list[DraftPlan]:
-        self.pending, self.min_node_probability = PendingPlan(), 0.0
-        plans = [_draft_plan(NONE, 0)] * len(sequences)
+        self._pending, self.min_node_probability = Pending(), 0.0
+        plans = [NO_DRAFT] * len(sequences)
         if not offers.working:
             return plans
-        rows = self._rows_of(sequences)
         remaining = [sequence.max_len - len(sequence.tokens) for sequence in sequences]
-        for method, ks in rows.fixed.items():
-            self._plan_fixed(offers, method, {row: k for row, k in ks.items() if remaining[row] > 1}, remaining, plans)
-        open_rows = rows.open
-        if remaining and min(remaining) <= 1:
-            open_rows = {method: [row for row in each if remaining[row] > 1] for method, each in open_rows.items()}
-            open_rows = {method: each for method, each in open_rows.items() if each}
-        if open_rows:
-            base, times = len(sequences), self.tables.step_times[True in rows.sampled]
-            if rows.fixed:
-                base += sum([plan.max_nodes for plan in plans])
-            if self._urgent or (len(self._observed) > 1 and not times.plain_known(base)):
-                self._learn()
-            self._count_step(times.plain_known(base))
-            if not self._checks:
-                stopped = self._stopped(len(sequences))
-                all_stopped, backs_off = self._pauses(sequences, offers, stopped)
-                self._count_pauses(len(sequences), backs_off)
-                if not all_stopped and not backs_off:
-                    step = PlannedStep(rows, remaining, times, base, other_rows, not others_wait)
-                    self._choose(step, offers, open_rows, stopped, plans)
-        return plans
-
-    def _rows_of(self, sequences: SequenceOf[Sequence]) -> BatchRows:
-        if self._rows.sequences == sequences:
-            return self._rows
-        keys, sampled = [sequence.key for sequence in sequences], [sequence.sampled for sequence in sequences]
-        self._rows = rows = BatchRows(list(sequences), keys, sampled, {}, {}, {})
+        rows_by_wish: dict[tuple[str, int | None], list[int]] = {}
         for row, sequence in enumerate(sequences):
-            method, k = wish(sequence, self._method, self._k)
+            if remaining[row] > 1:
+                rows_by_wish.setdefault(wish(sequence, self._method, self._k), []).append(row)
+        open_rows = {method: rows for (method, k), rows in rows_by_wish.items() if k is None and method != NONE}
+        levels: dict[str, tuple[int, int]] = {}
+        for (method, k), rows in rows_by_wish.items():
             if k is not None and method != NONE:
-                rows.fixed.setdefault(method, {})[row] = k
-            elif method != NONE:
-                rows.open.setdefault(method, []).append(row)
-            rows.wait_groups.setdefault(sequence.wait_group, []).append(row)
-        if len(rows.wait_groups) == len(keys):
-            rows.wait_groups.clear()
-        return rows
-
-    def _plan_fixed(
-        self, offers: Offers, method: str, ks: Mapping[int, int], remaining: list[int], plans: list[DraftPlan]
-    ) -> None:
-        """Choose the method with the highest level for rows whose k is fixed."""
-        for offer in self.tables.read(offers, method, list(ks)):
-            for row, level in zip(offer.rows, offer.levels, strict=True):
-                key = self._rows.keys[row]
-                if level > self.pending.drafted.get(key, (0, 0))[0]:
-                    self.pending.drafted[key] = level, 0
+                for row, (offer, level) in self._highest(offers, method, rows).items():
                     # The target gives the last token itself, so a chain has at most remaining - 1 nodes.
                     most = MAX_K if remaining[row] > offer.max_depth else remaining[row] - 1
-                    plans[row] = _draft_plan(offer.method, min(ks[row], most))
+                    plans[row], levels[sequences[row].key] = DraftPlan(offer.method, min(k, most)), (level, 0)
+        self._pending = Pending(levels=levels)
+        if open_rows and not self._is_plain(sequences):
+            times, base = self.step_times[any_sampled(sequences)], len(sequences)
+            base += sum([plan.max_nodes for plan in plans])
+            pace = [self._pace.get(sequence.key, 1.0) for sequence in sequences]
+            weights = {} if others_wait else token_weights(remaining, pace, [one.wait_group for one in sequences])
+            outputs = [sequence.num_output for sequence in sequences]
+            left = sum([min(a, max(self._length - b, b, DEEPEST)) for a, b in zip(remaining, outputs, strict=True)])
+            step = PlannedStep(sequences, remaining, left, times, base, times.seconds(base), other_rows, weights)
+            self._choose(step, self._options(step, offers, open_rows), offers, plans)
+        return plans
 
-    # -- plain steps
+    def _highest(self, offers: Offers, method: str, rows: list[int]) -> dict[int, tuple[Offer, int]]:
+        """Return for each row the offer with the highest level, and that level."""
+        best: dict[int, tuple[Offer, int]] = {}
+        for offer in offers.of(method, rows):
+            self._kinds[offer.method] = offer.needs_model, offer.is_tree
+            for row, level in zip(offer.rows, offer.levels, strict=True):
+                if row not in best or level > best[row][1]:
+                    best[row] = offer, level
+        return best
 
-    @property
-    def _is_plain_due(self) -> bool:
-        return self._since_plain + 1 >= self._plain_due
-
-    def _count_step(self, plain_known: bool) -> None:
-        """Decide whether the step is plain so that its time is known, and count it."""
-        due = self._is_plain_due
-        if due:
-            self._plain_due, self._explores = min(2 * self._plain_due, PLAIN_EVERY), True
-        self._checks = due or not plain_known
-        self._since_plain = 0 if self._checks else self._since_plain + 1
-
-    def _stopped(self, num_sequences: int) -> set[str]:
-        """Return the methods that their guards have paused in batches of this size."""
-        return {method for method, guard in self.guards.items() if guard.is_paused(num_sequences)}
-
-    def _pauses(self, sequences: SequenceOf[Sequence], offers: Offers, stopped: set[str]) -> tuple[bool, bool]:
-        """Return whether every method is paused by its guard, and else whether no plan is due after one that found
-        nothing: the batch is as it was, and no lookup has a higher level than what was not worth a draft."""
-        if stopped.issuperset(offers.methods(self._method) or offers.working):
-            return True, False
-        if not self.backoff.is_active(sequences):
-            return False, False
-        return False, not (self.backoff.may_look(len(sequences)) and self._finds_more(sequences, offers, stopped))
-
-    def _finds_more(self, sequences: SequenceOf[Sequence], offers: Offers, stopped: set[str]) -> bool:
-        lookups = self.tables.read(offers, self._method, range(len(sequences)), stopped | self.tables.models)
-        return any(self.backoff.is_ended_by(offer.method, bucket(max(offer.levels))) for offer in lookups)
-
-    def _count_pauses(self, num_sequences: int, backs_off: bool) -> None:
-        for guard in self.guards.values():
-            guard.tick(num_sequences)
-        if backs_off:
-            self.backoff.tick()
-
-    def next_is_plain(self, sequences: SequenceOf[Sequence], offers: Offers) -> bool:
-        if not offers.working:
-            return True
-        rows = self._rows_of(sequences)
-        if not rows.open and not rows.fixed:
-            return True
-        if self.pending.drafts or rows.fixed:
-            return False
-        return self._checks or any(self._pauses(sequences, offers, self._stopped(len(sequences))))
-
-    def skip_plan(self, sequences: SequenceOf[Sequence], offers: Offers) -> None:
+    def _is_plain(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Decide whether the step is plain without a plan: its time is to be known, or no draft paid lately."""
+        self._since_plain += 1
+        self._checks = not self.may_repeat() or self.step_times[any_sampled(sequences)].speed is None
         if self._checks:
-            self._checks = False
-        elif offers.working and self._rows_of(sequences).open:
-            _, backs_off = self._pauses(sequences, offers, self._stopped(len(sequences)))
-            self._count_pauses(len(sequences), backs_off)
+            self._check_due, self._since_plain = min(2 * self._check_due, LONG), 0
+        return self._checks or self._count_pause(sequences)
 
     def may_repeat(self) -> bool:
-        return self._method == NONE or self._k is not None or not self._is_plain_due
+        gains = self._method == NONE or self._k is not None or (self.expected_gain or 1.0) >= CHECK_BELOW
+        return gains or self._since_plain < self._check_due
+
+    def _count_pause(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Count a step of the pause; False where there is none, the batch has shrunk, or sequences are new: on a device
+        half of those beyond FEW, since a step that is planned is not launched ahead."""
+        if self._pause_left <= 0 or size_of(len(sequences)) < self._planned_size:
+            return False
+        least_new = max((len(sequences) - FEW) // 2, 1) if self._on_device else 1
+        if len({sequence.key for sequence in sequences} - self._planned) >= least_new:
+            return False
+        self._pause_left -= 1
+        return True
+
+    def skip_plan(self, sequences: SequenceOf[Sequence], offers: Offers) -> bool:
+        ks = {k for method, k in [wish(one, self._method, self._k) for one in sequences] if method != NONE}
+        if not offers.working or not ks:
+            return True
+        if self._pending.step is not None or ks != {None}:
+            return False
+        checks, self._checks = self._checks, False  # a plain step is timed where it is launched ahead
+        return checks or self._count_pause(sequences)
+
+    # -- candidates
+
+    def _options(self, step: PlannedStep, offers: Offers, open_rows: Mapping[str, list[int]]) -> list[list[Candidate]]:
+        """Return the candidates of each plan: one method for all rows, for each method, and each row's best method."""
+        by_method: dict[str, list[Offer]] = {}
+        for wished, rows in open_rows.items():
+            for offer in offers.of(wished, rows):
+                by_method.setdefault(offer.method, []).append(offer)
+        options = list[list[Candidate]]()
+        for variant in _variants(by_method) if len(step.sequences) > 1 else [by_method]:
+            each = {name: [self._candidate(step, offer) for offer in several] for name, several in variant.items()}
+            options += each.values()
+            if len(each) > 1 and len(step.sequences) > 1:
+                best: dict[int, tuple[float, str]] = {}
+                for of in (of for several in each.values() for of in several):
+                    promises = [(row, (group.total, of.method)) for group in of.groups for row in group.rows]
+                    best.update([(row, promise) for row, promise in promises if promise > best.get(row, (0.0, ""))])
+                rows_of = {name: {row for row, (_, chosen) in best.items() if chosen == name} for name in each}
+                parts = [_part(offer, rows_of[name]) for name, several in variant.items() for offer in several]
+                options.append([self._candidate(step, part) for part in parts if part.rows])
+        return options
+
+    def _candidate(self, step: PlannedStep, offer: Offer) -> Candidate:
+        method, rows, levels, unread, price, needs_model, is_tree, max_depth = offer
+        self._kinds[method] = needs_model, is_tree
+        cost = self.draft_costs.get(method)
+        if cost is None:
+            cost = self.draft_costs[method] = DraftCost(price or (PRICE if needs_model else LOOKUP))
+        pass_s, read_s = cost.parts(step.times, len(rows), sum(unread))
+        if not needs_model:  # a model that drafted last reads what the lookup commits before it drafts again
+            models = self._drafting.items()
+            pass_s += max(
+                [self.draft_costs[name].parts(step.times, count, 0)[0] for name, count in models], default=0.0
+            )
+        weights = {} if needs_model else step.weights  # a model drafts equally deep for all rows
+        most = MAX_K if is_tree else DEEPEST
+        beyond = min(max_depth, most)  # with more tokens remaining a draft may have any number of nodes
+        alike: dict[tuple[bool, int, int, float], list[int]] = {}
+        for row, level in zip(rows, levels, strict=True):
+            nodes = most if step.remaining[row] > beyond else step.remaining[row] - 1
+            alike.setdefault((step.sequences[row].sampled, bucket(level), nodes, weights.get(row, 1.0)), []).append(row)
+        groups = list[RowGroup]()
+        for (sampled, level, nodes, weight), members in alike.items():
+            survival, shares, drafts = self.survival.estimate(method, sampled, level, tree=is_tree)
+            groups.append(RowGroup(members, weight * survival[:nodes], shares[:nodes], drafts))
+        return Candidate(
+            method, groups, pass_s, read_s, is_tree or not needs_model, dict(zip(rows, levels, strict=True))
+        )
 
     # -- the formula
 
     def _choose(
-        self,
-        step: PlannedStep,
-        offers: Offers,
-        open_rows: Mapping[str, list[int]],
-        stopped: set[str],
-        plans: list[DraftPlan],
+        self, step: PlannedStep, options: list[list[Candidate]], offers: Offers, plans: list[DraftPlan]
     ) -> None:
-        """Plan the rows whose k is open."""
-        number, times = len(step.remaining), step.times
-        plain_s = times.seconds(step.base)
-        by_wish = [
-            [self.tables.candidate(step, offer) for offer in self.tables.read(offers, wished, rows, stopped)]
-            for wished, rows in open_rows.items()
-        ]
-        considered = [candidate for each in by_wish for candidate in each]
-        with_nodes = self.tables.with_nodes(step, considered)
-        chosen, allocation = list[Candidate](), allocate.NOTHING
-        for each in by_wish:
-            best, allocation = self.tables.best(step, with_nodes, each)
-            chosen += best
-        if len(by_wish) > 1:  # rows that ask for different methods share the pass
-            allocation = allocate.best(number, with_nodes, chosen)
-        self.backoff.saw(step.rows.keys, number)
-        gain = allocation.rate * plain_s / number
-        self.expected_gain = gain or None
-        models = any(candidate.method in self.tables.models for candidate in chosen)
-        if gain > 1 + MARGIN * (1.0 if models else math.sqrt(number)):
-            self.backoff.end()
-            pending = self.pending
-            pending.times, pending.sequences = times, number
-            pending.plain_s = 0.0 if step.other_rows else plain_s
-            pending.explores, self._explores = self._explores, False
-            if pending.explores:
-                allocation = allocate.best(number, with_nodes, chosen, explore=True)
-            elif step.base == number:  # no row has its k fixed
-                self.min_node_probability = allocation.rate * slope(with_nodes, round(allocation.drafted))
-            self._give(step.rows.keys, chosen, allocation, plans)
-        elif not offers.awaits_model:
-            levels: dict[str, int] = {}
-            for candidate in considered:
-                levels[candidate.method] = max(bucket(max(candidate.levels)), levels.get(candidate.method, 0))
-            self.backoff.begin(number, levels)
+        number, best, highest, top = len(step.sequences), None, 1.0, 0.0
+        for candidates in options:
+            choice = self._best(step, candidates)
+            gain = choice.rate * step.plain_s / number
+            needs_model = any(self._kinds[candidate.method][0] for candidate in candidates)
+            top = max(top, gain)
+            gain /= 1 + MARGIN * (1.0 if needs_model else math.sqrt(number))  # of many lookups the highest are chosen
+            if gain > highest:
+                best, highest = choice, gain
+        self.expected_gain = top or None
+        self._planned.update([sequence.key for sequence in step.sequences])
+        self._planned_size = size_of(number)
+        if best is None:
+            if (number > FEW or self._on_device) and not offers.awaits_model:
+                self._pause_left = max(self._pause, number // 4, 1)
+                self._pause = min(2 * self._pause_left, max(LONG, 2 * number))
+            return
+        self._pause, self._pause_left, self._drafting = max(self._pause // 2, 1), 0, {}
+        levels = dict(self._pending.levels)
+        for row, (candidate, nodes) in best.prefixes.by_row(best.nodes).items():
+            plans[row] = DraftPlan(candidate.method, nodes)
+            # On a device trees are not cut, and an early draft has the nodes of the last plan.
+            levels[step.sequences[row].key] = candidate.levels[row], 0 if self._on_device else nodes
+            if self._kinds[candidate.method][0]:
+                self._drafting[candidate.method] = self._drafting.get(candidate.method, 0) + 1
+        if step.base == number:  # no row has its k fixed
+            self.min_node_probability = best.rate * best.node_s
+        self._pending = Pending(step, best.expected_s, levels)
 
-    def _give(
-        self, keys: list[str], candidates: list[Candidate], allocation: Allocation, plans: list[DraftPlan]
-    ) -> None:
-        """Write the allocation into the plans; of a method hardly tried few rows draft, and short."""
-        self.pending.drafts = True
-        for candidate, nodes in zip(candidates, allocate.by_row(candidates, allocation), strict=True):
-            self.pending.token_weights.update({keys[row]: weight for row, weight in candidate.token_weights.items()})
-            left, most = len(candidate.rows), MAX_K
-            if left > TRIAL_ROWS and not self.tables.survival.is_tried(candidate.method):
-                left, most = TRIAL_ROWS, TRIAL_NODES
-            for row, level, max_nodes in zip(candidate.rows, candidate.levels, nodes, strict=True):
-                if max_nodes and left:
-                    left -= 1
-                    max_nodes = min(max_nodes, most)
-                    plans[row] = self.tables.last_draft[keys[row]] = _draft_plan(candidate.method, max_nodes)
-                    # On a device trees are not cut, and an early draft has the nodes of the last plan.
-                    self.pending.drafted[keys[row]] = level, 0 if self._on_device else max_nodes
+    def _best(self, step: PlannedStep, candidates: list[Candidate]) -> Choice:
+        """Return the prefix of the highest rate, among those that the accounts allow."""
+        number, each = len(step.sequences), prefixes(candidates)
+        # Prompt rows are computed whatever is drafted, so only the time that nodes add to them counts.
+        with_nodes = step.times.seconds_with(step.base + step.other_rows, max(int(each.nodes[-1]) + 2, DEEPEST))
+        if step.other_rows:
+            with_nodes = with_nodes + (step.times.seconds_with(step.base, 1) - with_nodes[0])
+        drafted_s = each.draft_s + np.interp(each.nodes, np.arange(1.0, len(with_nodes) + 1), with_nodes)
+        tokens = number + each.tokens
+        rates = tokens / (drafted_s + each.read_s * np.minimum(tokens / max(step.left, 1.0), 1.0))
+        rates[~self._is_allowed(step, candidates, tokens, drafted_s, each.read_s)] = 0.0
+        place = int(rates.argmax())
+        if self._steps % DEEPEST == 0:  # now and then more nodes, so that their cost is known
+            place = int(np.flatnonzero(rates >= (1 - RISK) * rates[place])[-1])
+        last = min(max(place + 1, DEEPEST), len(with_nodes)) - 1
+        node_s = float(with_nodes[last] - with_nodes[0]) / last
+        return Choice(rates.item(place), place + 1, each, (drafted_s + each.read_s).item(place), node_s)
+
+    def _is_allowed(
+        self, step: PlannedStep, candidates: list[Candidate], tokens: Floats, drafted_s: Floats, read_s: Floats
+    ) -> Any:
+        """Return, by prefix, whether the accounts hold what it may lose: all of its time but a plain step, if no token
+        is accepted. A share of what it promises to save until the answers end may be lost besides; the share grows with
+        the drafts that the promise comes from."""
+        number, plain_s = len(step.sequences), step.plain_s
+        holds = min([self.accounts[of.method, size_of(number)].at(self._steps) for of in candidates])
+        drafts = min([group.drafts for of in candidates for group in of.groups])
+        tokens_without, steps_without = self._without_model
+        share = min(steps_without / tokens_without, 1.0) if read_s[0] > 0 else 1.0
+        promised = step.left / number * (share - number * drafted_s / (plain_s * tokens)) - read_s / plain_s
+        stake = (1 + drafts) / (STAKE + drafts)
+        return (drafted_s + read_s) / plain_s - 1 <= holds + stake * np.maximum(promised, 0.0)
 
     # -- learning
 
     def observe(self, result: StepResult, timing: StepTiming) -> None:
-        paths = {}
-        for at, (method, _, accepted, _) in result.drafts.items():
-            self._urgent |= not self.tables.survival.is_tried(method)
-            if method in self.tables.trees:
-                paths[at] = range(accepted) if result.paths is None else result.paths(at)
-        self._observed.append(_ObservedStep(self.pending, result, timing, paths))
-        self.pending = PendingPlan()  # a step launched ahead has no plan
+        self._observed.append((result, timing, self._pending))
+        self._pending = Pending()  # a step launched ahead has no plan
+        if not self._on_device:
+            self.learn()
 
     def learn(self) -> None:
-        enough = 1 if self._on_device else min(1 + self.num_steps // STEPS_PER_OBSERVED, MOST_OBSERVED)
-        if len(self._observed) >= enough:
-            self._learn()
+        for step in self._observed:
+            self._learn_from(*step)
+        self._observed.clear()
 
-    def _learn(self) -> None:
-        """Learn from all steps observed, and clear the caches."""
-        if self._observed:
-            for step in self._observed:
-                self._learn_from(step)
-            self._observed, self._urgent = [], False
-            self.tables.changed()
-
-    def _learn_from(self, step: _ObservedStep) -> None:
-        plan, result, timing, paths = step
-        self.num_steps += 1
-        self._drafted |= plan.drafts
-        if self.num_steps % FADE_EVERY == 0:
-            self.tables.survival.fade()
-            if not self._drafted:
-                self.tables.draft_times.fade()
-                for times in self.tables.step_times:
-                    times.fade()
-            self._drafted = False
-        drafting: dict[str, int] = {}  # method -> sequences
-        if timing.rows > timing.num_sequences:
-            for method, *_ in result.drafts.values():
-                drafting[method] = drafting.get(method, 0) + 1
+    def _learn_from(self, result: StepResult, timing: StepTiming, plan: Pending) -> None:
+        self._steps += 1
+        self._runs_ahead |= timing.ahead
+        self._drafted |= plan.step is not None
         if result.sequences:
-            self._learn_times(plan, result, timing, drafting)
+            self._learn_times(result, timing, plan)
         for at, (method, nodes, accepted, depth) in result.drafts.items():
             sequence = result.sequences[at]
-            level, limit = plan.drafted.get(sequence.key, (1, 0))
-            if at in paths:
-                self.tables.survival.note_tree(method, sequence.sampled, level, limit, nodes, paths[at])
+            level, limit = plan.levels.get(sequence.key, (1, 0))
+            if self._kinds[method][1]:
+                path = range(accepted) if result.paths is None else result.paths(at)
+                self.survival.note_tree(method, sequence.sampled, level, limit, nodes, path)
             else:
-                self.tables.survival.note(method, sequence.sampled, level, depth, accepted)
-        if drafting:
-            self.tables.note_pace(result.sequences, result.tokens)
+                self.survival.note_chain(method, sequence.sampled, level, depth, accepted)
+        for sequence, tokens in zip(result.sequences, result.tokens, strict=True) if result.drafts else ():
+            pace = self._pace.get(sequence.key, 1.0)
+            self._pace[sequence.key] = pace + RECENT * (len(tokens) - pace)
         for at in result.ended:
+            self._length += RECENT * (result.sequences[at].num_output - self._length)
             self.forget(result.sequences[at])
-        if result.drafts:
-            self.tables.survival.end_step()
+        if self._steps % LONG == 0:
+            for table in (self.survival, *self.draft_costs.values(), *(() if self._drafted else self.step_times)):
+                table.fade()
+            self._drafted = False
 
-    def _learn_times(
-        self, plan: PendingPlan, result: StepResult, timing: StepTiming, drafting: Mapping[str, int]
-    ) -> None:
-        times = self.tables.step_times[any_sampled(result.sequences)]
-        for method, (depth, seconds) in timing.draft_s.items():
-            skip = FIRST_DRAFTS if method in self.tables.models else 0
-            self.tables.draft_times.observe(method, drafting.get(method, 1), depth, seconds, skip=skip)
-        self._runs_ahead |= timing.ahead
-        # Skip steps in which a drafter read earlier tokens: it is not timed, and their time is not typical.
-        if not timing.time_is_typical or not drafting.keys() <= timing.draft_s.keys():
-            return
+    def _learn_times(self, result: StepResult, timing: StepTiming, plan: Pending) -> None:
+        times, number = self.step_times[any_sampled(result.sequences)], timing.num_sequences
         nodes = sum([draft.nodes for draft in result.drafts.values()])
-        if plan.drafts and plan.plain_s:
-            self._compare(plan, result, timing, drafting, nodes)
-        # Skip steps that read prompts: on a machine unlike the prior one would pass for a slow plain step.
-        whole = len(result) == timing.num_sequences and timing.rows <= timing.num_sequences + nodes
-        taken = timing.step_s - sum([seconds for _, seconds in timing.draft_s.values()])
-        if not whole or taken <= 0:
-            return
-        ratio = times.rescale_to_run(timing.rows, taken, drafted=plan.drafts)
-        if ratio is not None:
-            self.tables.draft_times.multiply(ratio)
-            for table in self.tables.step_times:
-                table.multiply(ratio)
-            return
+        rows_of: dict[str, int] = {}  # by method: rows that drafted
+        for draft in result.drafts.values() if timing.rows > number else ():
+            rows_of[draft.method] = rows_of.get(draft.method, 0) + 1
+        if times.speed is not None:
+            for method in rows_of.keys() & timing.work.keys() & self.draft_costs.keys():
+                self.draft_costs[method].observe(times, rows_of[method], timing.work[method])
+            if len(result) == number:  # where a model drafted, every token counts as a plain step
+                fade, tokens = math.exp(-result.num_tokens / number / LONG), result.num_tokens / number
+                needs_model = any(self._kinds[method][0] for method in rows_of)
+                steps = tokens if needs_model else min(timing.step_s / times.seconds(number), 2 * OUTLIER)
+                tokens_before, steps_before = self._without_model
+                self._without_model = fade * tokens_before + tokens, fade * steps_before + steps
+            if plan.step is not None and not plan.step.other_rows and rows_of:
+                self._settle(result, timing, plan.step, plan.expected_s, nodes)
+        seconds = timing.step_s - sum([work.seconds for work in timing.work.values()])
+        only_decodes = len(result) == number and timing.rows <= number + nodes
+        is_timed = timing.time_is_typical and only_decodes and rows_of.keys() <= timing.work.keys()
         # Where plain steps are launched ahead, one that was not takes longer than they do.
-        if plan.drafts or timing.ahead or not self._runs_ahead or not times.plain_known(timing.rows):
-            off = times.observe(timing.rows, taken, drafted=plan.drafts)  # drafts with k fixed are in steps of any plan
-            self._explores |= plan.explores and off < -SURPRISE
+        is_timed &= bool(rows_of) or timing.ahead or not self._runs_ahead or times.speed is None
+        if is_timed and seconds > 0:
+            times.observe(timing.rows, seconds, drafted=plan.step is not None and bool(rows_of))
 
-    def _compare(
-        self, plan: PendingPlan, result: StepResult, timing: StepTiming, drafting: Mapping[str, int], nodes: int
-    ) -> None:
-        """Note in the guards what a drafted step saved. The time of newcomers' prompts beside it is taken off, by their
-        rows; a step in which that exceeds a plain step is skipped."""
-        times, beside_s = plan.times, 0.0
-        if timing.rows > timing.num_sequences + nodes and times is not None:
-            beside_s = max(times.seconds(timing.rows - nodes) - times.seconds(timing.num_sequences), 0.0)
-            if beside_s > plan.plain_s:
+    def _settle(self, result: StepResult, timing: StepTiming, step: PlannedStep, expected_s: float, nodes: int) -> None:
+        """Add to the accounts what a drafted step saved. The time of newcomers' prompts beside it is taken off, by the
+        number of their rows; a step in which that exceeds a plain step is skipped."""
+        beside_s, number = 0.0, len(step.sequences)
+        if timing.rows > timing.num_sequences + nodes:
+            beside_s = max(step.times.seconds(timing.rows - nodes) - step.times.seconds(timing.num_sequences), 0.0)
+            if beside_s > step.plain_s:
                 return
-        weights = plan.token_weights
+        draft_s = sum([work.seconds for work in timing.work.values()])
+        taken_s = draft_s + min(timing.step_s - beside_s - draft_s, OUTLIER * max(expected_s, step.plain_s))
+        weights = {step.sequences[row].key: weight for row, weight in step.weights.items()}
         more = [weights.get(result.sequences[at].key, 1.0) * (len(result.tokens[at]) - 1) for at in result.drafts]
-        saved = 1 + sum(more) / plan.sequences - (timing.step_s - beside_s) / plan.plain_s
-        for method in drafting:
-            self.guards[method].note(plan.sequences, max(saved, WORST))
+        saved = 1 + sum(more) / number - (taken_s if timing.time_is_typical else expected_s) / step.plain_s
+        for method in {draft.method for draft in result.drafts.values()}:
+            self.accounts[method, size_of(number)].add(saved)
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
-        times = self.tables.step_times[sampled]
+        times = self.step_times[sampled]
         return None if times.speed is None else times.seconds(num_sequences)
 
     def forget(self, sequence: Sequence) -> None:
-        self._rows = NO_ROWS
-        self.tables.forget(sequence)
-        self.backoff.forget(sequence)
+        self._pace.pop(sequence.key, None)
+        self._planned.discard(sequence.key)
 
     def relearn(self, method: str) -> None:
-        """Drop the method's record and its pauses: the acceptance of its drafts has changed."""
-        self._learn()
-        self.tables.survival.forget(method)
-        self.guards.pop(method, None)
-        self.tables.changed()
-        self.backoff.reset()
+        """Drop the method's record, accounts and pause: the acceptance of its drafts has changed."""
+        self.learn()
+        self.survival.forget(method)
+        for key in [key for key in self.accounts if key[0] == method]:
+            del self.accounts[key]
+        self._pause, self._pause_left = 1, 0
 
     # -- between runs
 
     def state(self) -> dict[str, Any]:
-        self._learn()
-        return self.tables.state()
+        self.learn()
+        drafts = {method: [cost.price, cost.state()] for method, cost in self.draft_costs.items()}
+        steps = [times.state() for times in self.step_times]
+        return {"steps": steps, "drafts": drafts, "survival": self.survival.state(), "length": self._length}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a stored state; raise KeyError, TypeError or ValueError on one of another form, unchanged."""
-        self.tables.load(state)
-        self.guards.clear()
-        self._observed, self._urgent = [], False
+        greedy, sampled = (times.of_state(one) for times, one in zip(self.step_times, state["steps"], strict=True))
+        draft_costs = {str(name): DraftCost.of_state(*one) for name, one in state["drafts"].items()}
+        survival, length = SurvivalTable.of_state(state["survival"]), float(state["length"])
+        if not 0 < length < 1e9:
+            raise ValueError("a length of another form")
+        self.step_times, self.draft_costs, self.survival = [greedy, sampled], draft_costs, survival
+        self._length = length
+        self.accounts.clear()
+        self._observed.clear()
+
+
+def _variants(offers: Mapping[str, list[Offer]]) -> Iterator[Mapping[str, list[Offer]]]:
+    """Return the offers, and where a model has yet to read the tokens of some rows: without these rows, and with the
+    one of them that takes least."""
+    yield offers
+    for method, several in offers.items():
+        for offer in several:
+            unread = dict(zip(offer.rows, offer.unread, strict=False))
+            read = {row for row, tokens in unread.items() if tokens <= 2}
+            behind = sorted(unread.keys() - read, key=unread.__getitem__)
+            for rows in ([read] if behind and read else []) + ([read | {behind[0]}] if len(behind) > 1 else []):
+                yield {**offers, method: [_part(offer, rows)]}
+
+
+def _part(offer: Offer, rows: set[int]) -> Offer:
+    """Return the offer for some of its rows."""
+    chosen = [row in rows for row in offer.rows]
+    columns = [list(compress(column, chosen)) for column in (offer.rows, offer.levels, offer.unread)]
+    return offer._replace(rows=columns[0], levels=columns[1], unread=columns[2])

@@ -23,7 +23,7 @@ from paceline.models.load.hub import cache_home
 from paceline.models.load.open_model import LoadedModel
 
 log = logging.getLogger("paceline")
-FORMAT = 6
+FORMAT = 7
 
 
 class PolicyMemory:

@@ -1,0 +1,24 @@
+"""Accounts: what a method may lose."""
+
+from __future__ import annotations
+
+from paceline.engine.policy.account import CAP, CREDIT, DRIP, Account
+
+
+def test_a_method_that_never_pays_loses_its_credit_and_what_drips_in():
+    account, lost = Account(), 0.0
+    for step in range(10_000):
+        if account.at(step) >= 0.5:  # a draft that may lose half a plain step
+            account.add(-0.5)
+            lost += 0.5
+    assert lost <= CREDIT + 10_000 * DRIP
+
+
+def test_wins_may_be_lost_again_up_to_a_cap():
+    account = Account()
+    for step in range(1000):
+        account.at(step)
+        account.add(1.0)
+    assert account.at(1000) <= CAP + DRIP
+    account.add(-CAP)
+    assert account.at(1001) < 1
