@@ -8,25 +8,33 @@ time. The logits of fp32 and blocks must have equal bits.
     python -m benchmarks.cpu_passes [--model FILE.gguf] [--rounds 12] [--one-core]
     python -m benchmarks.cpu_passes distance --prompts FILE          # int8 activations against float32: top-1, KL
     python -m benchmarks.cpu_passes transformers [--torch-kernels]   # plain decoding in fp32
+    python -m benchmarks.cpu_passes where [--model FILE.gguf] [--lengths 200 2000] [--sizes 1 16]    # parts of a pass
 
+`where` also runs the layers kernel by kernel, with the same tensors in the same order, and times each kernel; what the
+pass in one native call takes beside them is `rest`: embedding, waiting threads, and, below zero, the calls from Python.
 `--one-core` takes one thread's processor time, the only clock worth reading on a machine that others keep busy.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import expanded_folder, finish, interleaved, ratio, shown
+from benchmarks.harness import expanded_folder, finish, interleaved, ratio, shown, timed
 from paceline import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.models.plan import PassPlan
 
 SIZES, CONTEXT, PROMPT, BLOCK = (1, 4, 8, 16), 64, 256, 16
 MODES: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "blocks": {}, "int8": {"activations": "int8"}}
@@ -37,12 +45,12 @@ LENGTHS = {"short": 8, "long": 421}  # tokens of the prompts that transformers a
 class Passes:
     """A decoder and its cache."""
 
-    def __init__(self, path: Path, threads: int | None, options: dict[str, Any]) -> None:
+    def __init__(self, path: Path, threads: int | None, options: dict[str, Any], context: int = CONTEXT) -> None:
         from paceline.models.kv_cache import KVCache
         from paceline.models.load.open_model import load_model
 
-        self.decoder = load_model(path, device="cpu", threads=threads, **options).decoder
-        self.num_blocks = (CONTEXT + PROMPT) // BLOCK + 1
+        self.decoder, self.context = load_model(path, device="cpu", threads=threads, **options).decoder, context
+        self.num_blocks = (context + PROMPT) // BLOCK + 1
         self.cache = KVCache(
             self.decoder.kv_specs,
             num_blocks=self.num_blocks,
@@ -50,21 +58,58 @@ class Passes:
             dtype=self.decoder.cache_dtype,
             device=self.decoder.device,
         )
-        self.run(0, CONTEXT, 1)
+        self.run(0, context, 1)
 
-    @torch.inference_mode()
-    def run(self, first: int, count: int, rows: int) -> torch.Tensor:
+    def plan(self, first: int, count: int) -> PassPlan:
         from paceline.models.plan import PassPlan
 
         positions = torch.arange(first, first + count, dtype=torch.int32)
         blocks = torch.arange(self.num_blocks, dtype=torch.int32)[None]
-        plan = PassPlan.in_order(positions, positions, torch.zeros_like(positions), blocks, BLOCK, first + count)
+        return PassPlan.in_order(positions, positions, torch.zeros_like(positions), blocks, BLOCK, first + count)
+
+    @torch.inference_mode()
+    def run(self, first: int, count: int, rows: int) -> torch.Tensor:
         tokens = torch.arange(count) * 37 % self.decoder.config.vocab_size
-        return self.decoder.forward(tokens, plan, self.cache.layers, torch.arange(rows)).logits
+        return self.decoder.forward(tokens, self.plan(first, count), self.cache.layers, torch.arange(rows)).logits
+
+    @torch.inference_mode()
+    def parts(self, first: int, count: int) -> dict[str, float]:
+        """Run a pass kernel by kernel; return the seconds of each kind of kernel."""
+        from paceline.models.backends.cpu.weights import PackedWeight
+        from paceline.models.kernels import LayerByLayer
+
+        decoder, kernels, spent = self.decoder, self.decoder.kernels, Counter[str]()
+
+        def on(name: str, kernel: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+            started = time.perf_counter()
+            out = kernel(*args)
+            spent[name] += time.perf_counter() - started
+            return out
+
+        def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+            head, rounds, at, outs = "head, " if weight is decoder.head else "", bool(weight.view.rounds), 0, []
+            for part in weight.parts:
+                bias = None if weight.bias is None else weight.bias[at : at + part.shape[0]]
+                at += part.shape[0]
+                outs.append(on(head + part.kind.name, kernels.linear, x, PackedWeight.of((part,), bias, rounds)))
+            return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+        class Timed:
+            def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
+                part = name if name == "attention" else "norms, rotation, SiLU"
+                return linear if name == "linear" else lambda *args: on(part, getattr(kernels, name), *args)
+
+        plan, each = self.plan(first, count), Timed()
+        shape = decoder.shape(plan.max_len)
+        residual = decoder.embedding[torch.arange(count) * 37 % decoder.config.vocab_size].clone()
+        stack = LayerByLayer(each, decoder.layers, self.cache.layers, shape)
+        added = stack.run(0, len(decoder.layers), None, residual, plan)
+        linear(each.add_rms_norm(added, residual, decoder.final_norm, shape.eps), decoder.head)
+        return spent
 
     def work(self, count: int) -> Callable[[], torch.Tensor]:
         rows = 1 if count == PROMPT else count
-        return lambda: self.run(CONTEXT, count, rows)
+        return lambda: self.run(self.context, count, rows)
 
 
 def passes(args: argparse.Namespace) -> None:
@@ -93,6 +138,25 @@ def passes(args: argparse.Namespace) -> None:
         "rounds": args.rounds,
     }
     finish("cpu_passes", result)
+
+
+def where(args: argparse.Namespace) -> None:
+    """Print the parts of a pass: the median of each kernel's milliseconds."""
+    from paceline.models.load.hub import resolve
+
+    table: dict[str, dict[str, float]] = {}
+    for activations, length in itertools.product(args.activations, args.lengths):
+        threads = 1 if args.one_core else None
+        each = Passes(resolve(args.model), threads, {"activations": activations}, length)
+        for size in args.sizes:
+            runs = [(each.parts(length, size), timed(each.work(size))) for _ in range(args.rounds + 1)][1:]
+            ms = {part: 1e3 * statistics.median(parts[part] for parts, _ in runs) for part in runs[0][0]}
+            whole = 1e3 * statistics.median(seconds for _, seconds in runs)
+            ms |= {"rest": whole - sum(ms.values()), "pass": whole}
+            name = f"{activations}, {size} rows behind {length} tokens"
+            table[name] = ms
+            print(f"{name}: " + ", ".join(f"{part} {value:.2f}" for part, value in ms.items()), flush=True)
+    finish("pass_parts", {"model": args.model, "rounds": args.rounds, "ms": table})
 
 
 def distance(args: argparse.Namespace) -> None:
@@ -175,16 +239,19 @@ def beside_transformers(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="passes", choices=("passes", "distance", "transformers"))
+    parser.add_argument("what", nargs="?", default="passes", choices=("passes", "distance", "transformers", "where"))
     parser.add_argument("--model", default="smollm2", help="a model whose weights are blocks")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--one-core", action="store_true")
     parser.add_argument("--prompts", type=Path, help="of distance")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[200, 2000], help="of where: tokens before the pass")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1], help="of where: rows of the pass")
+    parser.add_argument("--activations", nargs="+", default=["float32", "int8"], help="of where")
     parser.add_argument("--torch-kernels", action="store_true", help="of transformers: without native kernels")
     args = parser.parse_args()
     if args.one_core:
         harness.clock = time.thread_time
-    {"passes": passes, "distance": distance, "transformers": beside_transformers}[args.what](args)
+    {"passes": passes, "distance": distance, "transformers": beside_transformers, "where": where}[args.what](args)
 
 
 if __name__ == "__main__":
