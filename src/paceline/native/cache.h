@@ -76,16 +76,21 @@ inline void store_heads(const float* x, long count, long dim, int8_t* to, float*
 }
 
 // Rows that will be read next, prefetched a few lines at a time in order of address: the processor's own prefetching, which has
-// more reads under way than a core can have, follows no other order. A null row is skipped.
+// more reads under way than a core can have, follows no other order. A row may be null: a prefetch of no memory does nothing.
 struct NextRows {
     const char* const* rows;
     long left, bytes;  // rows; bytes of a row
-    long at = 0, owed = 0;  // byte of the first row; bytes that are not prefetched yet
+    long at = 0;  // byte of the first row
     void prefetch(long more) {
-        for (owed += more; left && owed >= 64;) {
-            if (*rows) __builtin_prefetch(*rows + at, 0, 2), owed -= 64;
-            if (!*rows || (at += 64) >= bytes) rows++, left--, at = 0;
+        for (; left && more > 0; more -= 64) {
+            __builtin_prefetch(*rows + at, 0, 2);
+            if ((at += 64) >= bytes) rows++, left--, at = 0;
         }
+    }
+    // Prefetches BYTES in each step k, at least a line at a time.
+    template <long BYTES>
+    void prefetch_step(long k) {
+        if (BYTES >= 64 || k % (64 / BYTES) == 0) prefetch(BYTES);
     }
 };
 

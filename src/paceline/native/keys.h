@@ -54,13 +54,13 @@ void score_tile(const float* q, long dim, const T* const* keys, float* out, long
     for (int m = 0; m < M; m++) store(out + m * stride, acc[m]);
 }
 
-struct Panel {  // in L1
+template <class T>
+struct Panel {  // in L1, made of rows of T
     const float* panel;
     NextRows* next = nullptr;
-    long bytes = 0;  // prefetched by a step
     template <int>
-    void prefetch(long) const {
-        if (next) next->prefetch(bytes);
+    void prefetch(long k) const {
+        if (next) next->prefetch_step<NT * sizeof(T)>(k);
     }
     Panel next_tile() const { return {panel}; }
     vec low(long k) const { return load(panel + k * NT); }
@@ -78,7 +78,7 @@ void score_keys(const float* q, long rows, long dim, const T* const* keys, const
     } else {
         for (long j = 0; j < NT; j += VL)
             over_numbers(keys + j, dim, [&](long k, vec key) __attribute__((always_inline)) { store(panel + k * NT + j, key); });
-        product(q, dim, rows, Panel{panel, next, NT * (long)sizeof(T)}, 0, dim, {out, stride, NT, nullptr, 0});
+        product(q, dim, rows, Panel<T>{panel, next}, 0, dim, {out, stride, NT, nullptr, 0});
     }
     if constexpr (std::is_same_v<T, int8_t>)
         for (long m = 0; m < rows; m++)
@@ -91,8 +91,8 @@ struct Values {  // rows of the cache, in any place
     long column;
     NextRows* next = nullptr;
     template <int>
-    void prefetch(long) const {
-        if (next) next->prefetch(NT * sizeof(T));
+    void prefetch(long k) const {
+        if (next) next->prefetch_step<NT * sizeof(T)>(k);
     }
     Values next_tile() const { return {rows, column}; }
     vec low(long k) const { return load(rows[k] + column); }
@@ -112,7 +112,7 @@ void weigh_values(const float* weights, long weights_stride, long rows, long dim
     const long columns = dim - whole;  // a row's last columns are copied: reading NT of them could leave the cache
     for (long p = from; p < to; p++)
         for (long i = 0; i < columns; i++) tail[p * NT + i] = number(values[p][whole + i]);
-    product(weights, weights_stride, rows, Panel{tail}, from, to,
+    product(weights, weights_stride, rows, Panel<T>{tail}, from, to,
             {result + whole, stride, columns, resume ? result + whole : nullptr, stride});
 }
 
