@@ -6,7 +6,7 @@ verification. All decoders are in one process and take turns; minima are compare
 time. The logits of fp32 and blocks must have equal bits.
 
     python -m benchmarks.cpu_passes [--model FILE.gguf] [--rounds 12] [--one-core]
-    python -m benchmarks.cpu_passes distance --prompts FILE          # int8 activations against float32: top-1, KL
+    python -m benchmarks.cpu_passes distance --prompts FILE          # other targets against float32: top-1, KL
     python -m benchmarks.cpu_passes transformers [--torch-kernels]   # plain decoding in fp32
     python -m benchmarks.cpu_passes where [--model FILE.gguf] [--lengths 200 2000] [--sizes 1 16]    # parts of a pass
 
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 SIZES, CONTEXT, PROMPT, BLOCK = (1, 4, 8, 16), 64, 256, 16
 MODES: dict[str, dict[str, Any]] = {"fp32": {"dtype": "float32"}, "blocks": {}, "int8": {"activations": "int8"}}
 TEXT = "A bicycle that leans to the left is steered to the left, and the road pushes its wheels back under the rider. "
+TARGETS: dict[str, dict[str, str]] = {  # other than float32 activations and K/V
+    "int8 activations": {"activations": "int8"},
+    "bfloat16 K/V": {"kv_dtype": "bfloat16"},
+    "int8 K/V": {"kv_dtype": "int8"},
+}
 LENGTHS = {"short": 8, "long": 421}  # tokens of the prompts that transformers answers too
 
 
@@ -164,14 +169,23 @@ def distance(args: argparse.Namespace) -> None:
     from paceline.bench.prompts import from_file
     from paceline.models.load.hub import resolve
     from paceline.models.load.open_model import load_model
-    from paceline.models.quant.distance import Alone
 
     talks = from_file(args.prompts)
     with LLM(args.model, device="cpu") as llm:
         prompts = [llm.tokenizer.apply_chat_template(talk.messages(())) for talk in talks]
         params = SamplingParams(temperature=0, max_tokens=48)
         answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    decoders = [load_model(resolve(args.model), device="cpu", activations=each).decoder for each in ("float32", "int8")]
+    path, result = resolve(args.model), {}
+    for name, options in TARGETS.items():
+        decoders = [load_model(path, device="cpu", **each).decoder for each in ({}, options)]
+        result[name] = compared(name, decoders, prompts, answers)
+    finish("target_distance", {"model": args.model, "prompts": args.prompts.name, "targets": result})
+
+
+def compared(name: str, decoders: list[Any], prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
+    """Compare two decoders' next-token distributions: KL(first || second) and the likeliest token."""
+    from paceline.models.quant.distance import Alone
+
     parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"prompts": [], "answers": []}
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = [*prompt, *answer]
@@ -181,17 +195,17 @@ def distance(args: argparse.Namespace) -> None:
         parts["prompts"].append((agree[:start], kl[:start]))
         parts["answers"].append((agree[start:-1], kl[start:-1]))
     result: dict[str, Any] = {"unchanged": sum(bool(agree.all()) for agree, _ in parts["answers"]), "of": len(prompts)}
-    for name, pairs in parts.items():
+    for part, pairs in parts.items():
         agree, kl = (torch.cat(column) for column in zip(*pairs, strict=True))
-        result[name] = {
+        result[part] = {
             "positions": len(agree),
             "top1_agreement": float(agree.double().mean()),
             "mean_kl": float(kl.mean()),
             "max_kl": float(kl.max()),
         }
-        print(f"{name}: {result[name]}")
-    print(f"{result['unchanged']} of {result['of']} greedy answers would not change")
-    finish("int8_distance", {"model": args.model, "prompts": args.prompts.name, **result})
+        print(f"{name}, {part}: {result[part]}")
+    print(f"{name}: {result['unchanged']} of {result['of']} greedy answers would not change")
+    return result
 
 
 def beside_transformers(args: argparse.Namespace) -> None:

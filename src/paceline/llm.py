@@ -143,7 +143,7 @@ class LLM:
         self.note, self.tokenizer, self.config = target.note, loaded.tokenizer, loaded.config
         self.dtype_name = loaded.kind.label  # how the weights are stored
         self.activations = decoder.kernels.activations  # into products: float32, or int8 (another model's outputs)
-        self.kv_dtype = loaded.kv_dtype  # auto: as the computation; or fp8 (another model's outputs)
+        self.kv_dtype = loaded.kv_dtype  # auto: as the computation; others are another model's outputs
         self.device_name, self.kernels_name = decoder.device.type, decoder.kernels.name
         bundle = build(target, config, speculation)
         self._open: _OpenModel | None = _OpenModel(loaded, bundle)

@@ -239,6 +239,7 @@ def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[
     [
         (["--activations", "int8"], "int8 activations", "activations", "int8"),
         (["--kv-dtype", "fp8"], "fp8 cache", "kv_dtype", "fp8"),
+        (["--kv-dtype", "int8"], "int8 cache", "kv_dtype", "int8"),
     ],
 )
 def test_an_option_that_changes_the_target_is_named(flags, words, name, value, paceline) -> None:

@@ -40,6 +40,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy, Policy
 from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
 from paceline.models.kernels import INT8
+from paceline.models.kv_cache import KVCache
 from paceline.models.load.hub import PullProgress, resolve
 from paceline.models.load.open_model import LoadedModel, load_model
 from paceline.models.quant.distance import Alone, distance
@@ -286,13 +287,12 @@ def drafter_cost(
     drafter = subject.drafter(contender)
     if not drafter.taps and not drafter.kv_layers:
         return _lookup_cost(subject, drafter, tokens)
-    value_bytes = subject.loaded.decoder.cache_dtype.itemsize
     return DrafterCost(
         method=contender.method,
         draft_model=contender.draft_model,
         seconds=_seconds_in_steps(subject, contender, cost, plan),
         memory_bytes=subject.weight_bytes(contender),
-        kv_bytes=sum(2 * spec.num_kv_heads * spec.head_dim * value_bytes for spec in drafter.kv_layers),
+        kv_bytes=KVCache.bytes_per_block(drafter.kv_layers, 1, subject.loaded.decoder.cache_dtype),
     )
 
 

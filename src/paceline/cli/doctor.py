@@ -125,7 +125,7 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 def choices(findings: list[Finding]) -> dict[str, Any]:
     """Return the values that `auto` stands for on this machine."""
     from paceline.models.kernels import ACTIVATIONS, kernels_for, why_slow
-    from paceline.models.load.open_model import choose_device, choose_kv_dtype
+    from paceline.models.load.open_model import OTHER_KV_DTYPES, choose_device, choose_kv_dtype
     from paceline.native.library import library_status
 
     device = choose_device("auto")
@@ -135,9 +135,10 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         findings.append(Finding(f"slow kernels serve: {slow.reason}", slow.advice, slow=True))
         status = f"{kernels.name}, slow: see the findings"
     kv_dtypes = ["auto"]
-    with suppress(InvalidParameter):
-        choose_kv_dtype("fp8", device, kernels)
-        kv_dtypes.append("fp8")
+    for name in OTHER_KV_DTYPES:
+        with suppress(InvalidParameter):
+            choose_kv_dtype(name, device, kernels)
+            kv_dtypes.append(name)
     return {
         "device": device.type,
         "dtype": weights_words(device.type, kernels.keeps_codes),

@@ -82,7 +82,7 @@ class ModelOptions:
     )
     kv_dtype: str = _model(
         "auto",
-        "auto, or fp8: half the cache's memory on a GPU, but another model's output.",
+        "auto; bfloat16 or int8 (CPU), fp8 (GPU): half or a quarter of the cache, but another model's output.",
         "NAME",
         "--kv-dtype",
         "--kv-cache-dtype",

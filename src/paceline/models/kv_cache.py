@@ -41,6 +41,33 @@ class LayerCache:
 
     k: Tensor  # (num_slots, num_kv_heads, head_dim)
     v: Tensor
+    k_scale: Tensor | None = None  # (num_slots, num_kv_heads), fp32: factors of codes in int8; None: numbers are stored
+    v_scale: Tensor | None = None
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store K and V (M, num_kv_heads, head_dim), rounded to the cache's dtype."""
+        for numbers, stored, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+            if scales is None:
+                stored.index_copy_(0, slots, numbers.to(stored.dtype))
+                continue
+            codes, scale = _to_codes(numbers)
+            stored.index_copy_(0, slots, codes)
+            scales.index_copy_(0, slots, scale)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of slots as numbers (*slots, num_kv_heads, head_dim)."""
+        if self.k_scale is None or self.v_scale is None:
+            return self.k[slots], self.v[slots]
+        return self.k[slots] * self.k_scale[slots][..., None], self.v[slots] * self.v_scale[slots][..., None]
+
+
+def _to_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and the scale of each head, as native/cache.h computes them."""
+    scale = numbers.float().abs().amax(-1) / 127
+    divides = scale.isfinite() & (scale >= torch.finfo(torch.float32).tiny)
+    codes = (numbers / torch.where(divides, scale, 1)[..., None]).round()
+    scale = torch.where(scale.isfinite(), torch.where(divides, scale, 0), torch.nan)
+    return torch.where(divides[..., None], codes, 0).to(torch.int8), scale
 
 
 class KVCache:
@@ -51,12 +78,19 @@ class KVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.layers: list[LayerCache] = []
-        self._storage: list[Tensor] = []  # (L, 2, num_slots, num_kv_heads, head_dim): layers of one shape together
+        # (L, 2, num_slots, num_kv_heads, head_dim): layers of one shape together, then their scales without head_dim
+        self._storage: list[Tensor] = []
         for spec, same in itertools.groupby(specs):
             shape = (len(list(same)), 2, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
             # Unwritten pages cost nothing on CPU: empty() maps them lazily.
-            self._storage.append(torch.empty(shape, dtype=dtype, device=device))
-            self.layers += [LayerCache(pair[0], pair[1]) for pair in self._storage[-1]]
+            numbers = torch.empty(shape, dtype=dtype, device=device)
+            self._storage.append(numbers)
+            if dtype is not torch.int8:
+                self.layers += [LayerCache(*pair) for pair in numbers]
+                continue
+            scales = torch.empty(shape[:-1], device=device)
+            self._storage.append(scales)
+            self.layers += [LayerCache(*pair, *factors) for pair, factors in zip(numbers, scales, strict=True)]
 
     def compact(self, nodes: Tensor, path: Tensor) -> None:
         """Move the K/V of accepted paths to the slots of their positions, in every layer; on a GPU without the host.
@@ -80,7 +114,8 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(specs: Sequence[KVSpec], block_size: int, dtype: torch.dtype) -> int:
-        return sum(2 * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
+        scale = torch.float32.itemsize if dtype is torch.int8 else 0
+        return sum(2 * block_size * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale) for spec in specs)
 
 
 def _moves(nodes: Ints, path: Ints) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,14 @@
 
 #include <cstdlib>
 
+#include "keys.h"
 #include "plan.h"
-#include "products.h"
 
 namespace {
 
 struct Attention : Plan {  // one call
-    const float *q, *keys, *values;
+    const float* q;
+    Cache cache;
     long q_heads, kv_heads, dim, num_slots, window;
     float scale;
     bool bad_slot;
@@ -40,7 +41,10 @@ struct Attention : Plan {  // one call
         __atomic_store_n(&bad_slot, true, __ATOMIC_RELAXED);
         return 0;
     }
-    const float* row_of(const float* cache, long slot, long head) const { return cache + (slot * kv_heads + head) * dim; }
+    template <class T>
+    const T* row_of(const void* rows, long slot, long head) const {
+        return (const T*)rows + (slot * kv_heads + head) * dim;
+    }
 };
 
 struct Tile {  // neighbouring rows of one sequence
@@ -77,21 +81,6 @@ void softmax(float* s, long from, long to, float* max, float* sum) {
     *sum = sum_lanes(total);
 }
 
-// Sums weight * value over positions [from, to) of the split, for the values at `column` of these rows; with `resume` the sum is
-// added to `result`.
-void weigh_values(const Attention& a, const float* weights, long rows, const float* const* values, long column, long from,
-                  long to, float* tail, float* result, bool resume, NextRows* next) {
-    const long stride = a.dim + 2, whole = a.dim / NT * NT;
-    for (long c = 0; c < whole; c += NT)
-        product(weights, SCORES, rows, Values{values, column + c, next}, from, to,
-                {result + c, stride, NT, resume ? result + c : nullptr, stride});
-    if (whole == a.dim) return;
-    const long columns = a.dim - whole;  // a row's last columns are copied: reading NT of them could leave the cache
-    for (long p = from; p < to; p++) memcpy(tail + p * NT, values[p] + column + whole, columns * sizeof(float));
-    product(weights, SCORES, rows, Keys{tail}, from, to,
-            {result + whole, stride, columns, resume ? result + whole : nullptr, stride});
-}
-
 void scale_queries(const Attention& a, Tile tile, long head, float* out) {
     const long G = a.group();
     for (long r = 0; r < tile.rows; r++) {
@@ -113,11 +102,13 @@ struct Part {
     long first_head, span, split;
     float* results;
     long apart;
+    bool goes_on;  // the thread's next part is the next split
 };
 
 // Positions that all rows of the tile read from equal slots are done together, the others row by row; either way a row goes
 // through its own positions in order. All heads of a block of positions are done before the next block, so that the cache is
 // read in order of address: heads of a slot are neighbours in memory.
+template <class T>
 void attend_split(Attention& a, const Part& part, const Scratch& s) {
     const Tile tile = part.tile;
     const long G = a.group(), D = a.dim, base = part.split * SPLIT, span = part.span;
@@ -143,34 +134,44 @@ void attend_split(Attention& a, const Part& part, const Scratch& s) {
     if (shared_high <= shared_low) shared_low = shared_high = 0;
 
     // Pages that a row reads through the block table, and pointers to them.
-    long slots[SPLIT];
-    const float *keys[SPLIT], *values[SPLIT];
+    long slots[SPLIT + AHEAD];
+    const T *keys[SPLIT], *values[SPLIT];
+    const char* coming[2 * SPLIT + AHEAD] = {};  // keys of the split, its values, first keys of the next one
     long table_row = tile.first;
     for (long r = 1; r < tile.rows; r++)
         if (a.prefix[tile.first + r] > a.prefix[table_row]) table_row = tile.first + r;
     if (any_low < any_paged) a.find_slots(table_row, base + any_low, base + any_paged, slots + any_low);
     for (long p = any_low; p < any_paged; p++) {
-        keys[p] = a.row_of(a.keys, slots[p], part.first_head);
-        values[p] = a.row_of(a.values, slots[p], part.first_head);
+        keys[p] = a.row_of<T>(a.cache.keys, slots[p], part.first_head);
+        values[p] = a.row_of<T>(a.cache.values, slots[p], part.first_head);
+        coming[p] = (const char*)keys[p], coming[SPLIT + p] = (const char*)values[p];
     }
-
-    // The panel holds a block's keys; `held` are their slots, -1 for a column that no row may read.
-    long held[NT];
-    auto pack = [&](long h, long block, long from, long to, const long* from_slots) {  // positions [from, to) have these slots
-        const float* columns[NT];
-        for (long j = 0; j < NT; j++) {
-            const long at = block + j, p = at < from ? from : at < to ? at : to - 1;
-            columns[j] = a.row_of(a.keys, from_slots[p], part.first_head + h);
-            held[j] = p == at ? from_slots[p] : -1;
-        }
-        pack_panel(columns, D, s.panel);
+    const long left = part.goes_on ? a.prefix[table_row] - base - SPLIT : 0, more = left < AHEAD ? left : AHEAD;
+    if (more > 0) a.find_slots(table_row, base + SPLIT, base + SPLIT + more, slots + SPLIT);
+    for (long p = 0; p < more; p++)
+        coming[2 * SPLIT + p] = (const char*)a.row_of<T>(a.cache.keys, slots[SPLIT + p], part.first_head);
+    const auto rows_after = [&](long at, long count) {
+        return NextRows{coming + at + AHEAD, count, span * D * (long)sizeof(T)};
     };
-    auto score = [&](long h, long first, long rows, long block, NextRows* next) {  // against the panel
-        product(s.q + (h * heads + first * G) * D, D, rows * G, Keys{s.panel, next}, 0, D,
-                {scores(h) + first * G * SCORES + block, SCORES, NT, nullptr, 0});
+
+    // A block's keys; `held` are their slots, -1 for a column that no row may read.
+    const T* columns[NT];
+    float scales[NT];
+    long held[NT];
+    auto hold = [&](long h, long block, long from, long to, const long* from_slots) {  // positions [from, to) have these slots
+        for (long j = 0; j < NT; j++) {
+            const long at = block + j, p = at < from ? from : at < to ? at : to - 1, slot = from_slots[p];
+            columns[j] = a.row_of<T>(a.cache.keys, slot, part.first_head + h);
+            if (a.cache.key_scales) scales[j] = a.cache.key_scales[slot * a.kv_heads + part.first_head + h];
+            held[j] = p == at ? slot : -1;
+        }
+    };
+    auto score = [&](long h, long first, long rows, long block, NextRows* next) {  // against the keys held
+        score_keys(s.q + (h * heads + first * G) * D, rows * G, D, columns, scales, s.panel,
+                   scores(h) + first * G * SCORES + block, SCORES, next);
     };
     // A block that the rows do not all read from equal slots. The last row comes first: in a chain its keys include the
-    // keys of all rows before it. Neighbours with one panel are scored together; a row drops keys that it does not see.
+    // keys of all rows before it. Neighbours with the same keys are scored together; a row drops keys that it does not see.
     auto score_apart = [&](long h, long block) {
         for (long j = 0; j < NT; j++) held[j] = -1;
         long end = 0;  // rows from here on have their scores, or need none
@@ -183,33 +184,38 @@ void attend_split(Attention& a, const Part& part, const Scratch& s) {
             if (r + 1 < end) score(h, r + 1, end - r - 1, block, nullptr);
             end = r + 1;
             const bool in_table = base + to <= a.prefix[tile.first + r];
-            in_table ? pack(h, block, any_low, any_paged, slots) : pack(h, block, from, to, own);
+            in_table ? hold(h, block, any_low, any_paged, slots) : hold(h, block, from, to, own);
         }
         if (end > 0) score(h, 0, end, block, nullptr);
     };
+    auto scale_weights = [&](long h, long first, long rows, long from, long to, const long* from_slots) {  // by their values'
+        if (!a.cache.value_scales) return;
+        float by[SPLIT];
+        for (long p = from; p < to; p++)
+            by[p] = a.cache.value_scales[from_slots[p] * a.kv_heads + part.first_head + h];
+        for (long g = first * G; g < (first + rows) * G; g++)
+            for (long p = from; p < to; p++) scores(h)[g * SCORES + p] *= by[p];
+    };
     auto own_values = [&](long r, long from, long to, bool resume) {
         long own[SPLIT];
-        const float* rows[SPLIT];
+        const T* rows[SPLIT];
         a.find_slots(tile.first + r, base + from, base + to, own + from);
-        for (long p = from; p < to; p++) rows[p] = a.row_of(a.values, own[p], part.first_head);
-        for (long h = 0; h < span; h++)
-            weigh_values(a, scores(h) + r * G * SCORES, G, rows, h * D, from, to, s.tail, result(h) + r * G * stride, resume,
-                         nullptr);
-    };
-    const auto rows_from = [&](const float* const* rows, long from, long count) {
-        const long left = any_paged - from;
-        return NextRows{rows + from, from < any_low || left < 0 ? 0 : left < count ? left : count, span * D, 0};
+        for (long h = 0; h < span; h++) {
+            for (long p = from; p < to; p++) rows[p] = a.row_of<T>(a.cache.values, own[p], part.first_head + h);
+            scale_weights(h, r, 1, from, to, own);
+            weigh_values(scores(h) + r * G * SCORES, SCORES, G, D, rows, from, to, s.tail, result(h) + r * G * stride, stride,
+                         resume, nullptr);
+        }
     };
 
     for (long block = 0; block < SPLIT; block += NT) {
-        const bool last = block + NT >= shared_high;
-        NextRows next = last ? rows_from(values, shared_low, NT) : rows_from(keys, block + NT, NT);
+        NextRows next = rows_after(block, NT);
         for (long h = 0; h < span; h++) {
             if (block < shared_low || block >= shared_high) {
                 score_apart(h, block);
                 continue;
             }
-            pack(h, block, block, block + NT, slots);
+            hold(h, block, block, block + NT, slots);
             score(h, 0, tile.rows, block, &next);
         }
     }
@@ -225,11 +231,15 @@ void attend_split(Attention& a, const Part& part, const Scratch& s) {
     bool before = false;
     for (long r = 0; shared && r < tile.rows; r++) before |= low[r] < shared_low;
     for (long r = 0; before && r < tile.rows; r++) own_values(r, low[r], shared_low, false);
+    for (long h = 0; h < span; h++) scale_weights(h, 0, tile.rows, shared_low, shared_high, slots);
     for (long from = shared_low, to; from < shared_high; from = to) {
         to = from + CHUNK < shared_high ? from + CHUNK : shared_high;
-        NextRows next = rows_from(values, to, CHUNK);
-        for (long h = 0; h < span; h++)
-            weigh_values(a, scores(h), heads, values, h * D, from, to, s.tail, result(h), before || from > shared_low, &next);
+        NextRows next = rows_after(SPLIT + from, CHUNK);
+        for (long h = 0; h < span; h++) {
+            const T* rows[SPLIT];
+            for (long p = from; p < to; p++) rows[p] = values[p] + h * D;
+            weigh_values(scores(h), SCORES, heads, D, rows, from, to, s.tail, result(h), stride, before || from > shared_low, &next);
+        }
     }
     for (long r = 0; r < tile.rows; r++) {
         const long from = shared ? shared_high : low[r];
@@ -261,6 +271,7 @@ void merge_tile(const Attention& a, Tile tile, long split, const float* result, 
     }
 }
 
+template <class T>
 int attend(Attention& a, float* out, int threads) {
     const long G = a.group(), D = a.dim, stride = D + 2;
     const long most_rows = TILE_ROWS / G > 1 ? TILE_ROWS / G : 1;
@@ -315,11 +326,16 @@ int attend(Attention& a, float* out, int threads) {
         return false;
     };
 
+    // One claim takes neighbouring splits: the keys prefetched at a split's end are then the thread's own.
+    const long run = claim_size(num_items * splits, threads), claims = (splits + run - 1) / run;
     if (deal)
-        parallel(num_items * splits, threads, [&](long item, int worker) {
-            const long tile = item / parts / splits, split = first_split + item / parts % splits, head = item % parts * span;
-            if (seen(tiles[tile], split))
-                attend_split(a, {tiles[tile], head, span, split, partial(tile, head, split), splits * size}, scratch(worker));
+        parallel(num_items * claims, threads, [&](long item, int worker) {
+            const long tile = item / parts / claims, head = item % parts * span;
+            const long from = first_split + item / parts % claims * run, to = from + run < end_split ? from + run : end_split;
+            for (long split = from; split < to; split++)
+                if (seen(tiles[tile], split))
+                    attend_split<T>(a, {tiles[tile], head, span, split, partial(tile, head, split), splits * size, split + 1 < to},
+                                    scratch(worker));
         });
     parallel(num_items, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long item, int worker) {
         const long index = item / parts, first_head = item % parts * span;
@@ -327,7 +343,7 @@ int attend(Attention& a, float* out, int threads) {
         const Scratch s = scratch(worker);
         for (long split = first_split; split < end_split; split++) {
             if (!seen(tile, split)) continue;
-            if (!deal) attend_split(a, {tile, first_head, span, split, s.results, size}, s);
+            if (!deal) attend_split<T>(a, {tile, first_head, span, split, s.results, size, split + 1 < end_split}, s);
             for (long h = 0; h < span; h++)
                 merge_tile(a, tile, split, deal ? partial(index, first_head + h, split) : s.results + h * size,
                            s.state + h * size);
@@ -339,10 +355,10 @@ int attend(Attention& a, float* out, int threads) {
     return a.bad_slot ? 2 : 0;
 }
 
-int attention(const Plan& plan, const Heads& h, const float* q, const float* keys, const float* values, float* out,
-              long window, int threads) {
-    Attention a{plan, q, keys, values, h.q_heads, h.kv_heads, h.dim, h.num_slots, window, h.scale, false};
-    return plan.rows ? attend(a, out, threads) : 0;
+int attention(const Plan& plan, const Heads& h, const float* q, const Cache& cache, float* out, long window, int threads) {
+    if (!plan.rows) return 0;
+    Attention a{plan, q, cache, h.q_heads, h.kv_heads, h.dim, h.num_slots, window, h.scale, false};
+    return with_stored(cache, [&](auto type) { return attend<decltype(type)>(a, out, threads); });
 }
 
 }  // namespace

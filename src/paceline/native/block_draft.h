@@ -38,7 +38,7 @@ int write_context_kv(const Plan& plan, const Heads& heads, const Layer* layers, 
     for (long layer = 0; layer < count && !status; layer++) {
         for (long row = 0; row < M; row++) memcpy(part + row * each, states + row * all + layer * each, each * sizeof(float));
         const Layer& to = layers[layer];
-        status = rope_and_store(plan, without_queries, part, to.keys, to.values, nullptr, nullptr, to.k_norm, threads);
+        status = rope_and_store(plan, without_queries, part, to.cache, nullptr, nullptr, to.k_norm, threads);
     }
     free(memory);
     return status;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "cache.h"
 #include "plan.h"
 #include "pool.h"
 #include "vectors.h"
@@ -61,15 +62,15 @@ void silu_mul(const float* gate_up, float* out, long M, long I, int threads) {
 }
 
 // Norms and rotates q and k, writes k and v to the cache; returns 2 if a position or slot is out of range.
-int rope_and_store(const Plan& plan, const Heads& h, float* qkv, float* keys, float* values, float* q_out,
-                   const float* q_norm, const float* k_norm, int threads) {
+int rope_and_store(const Plan& plan, const Heads& h, float* qkv, const Cache& cache, float* q_out, const float* q_norm,
+                   const float* k_norm, int threads) {
     const int32_t *positions = plan.positions, *slots = plan.slots;
     const long M = plan.rows, D = h.dim, q_heads = h.q_heads, kv_heads = h.kv_heads, width = (q_heads + 2 * kv_heads) * D;
     const float *cos = h.cos, *sin = h.sin, eps = h.eps;
     for (long row = 0; row < M; row++)
         if (positions[row] < 0 || positions[row] >= h.num_positions || slots[row] < -1 || slots[row] >= h.num_slots) return 2;
     if (M * width < SERIAL) threads = 1;
-    parallel(M, threads, [=](long row, int) {
+    parallel(M, threads, [=, &cache](long row, int) {
         float *q = qkv + row * width, *k = q + q_heads * D, *v = k + kv_heads * D;
         const float *c = cos + positions[row] * (D / 2), *s = sin + positions[row] * (D / 2);
         for (long head = 0; head < q_heads; head++) {
@@ -77,12 +78,16 @@ int rope_and_store(const Plan& plan, const Heads& h, float* qkv, float* keys, fl
             rotate_row(q + head * D, c, s, q_out + (row * q_heads + head) * D, D / 2);
         }
         if (slots[row] < 0) return;
-        const long at = slots[row] * kv_heads * D;
+        const long at = slots[row] * kv_heads;
         for (long head = 0; head < kv_heads; head++) {
             if (k_norm) rms_norm_row(k + head * D, k_norm, k + head * D, D, eps);
-            rotate_row(k + head * D, c, s, keys + at + head * D, D / 2);
+            rotate_row(k + head * D, c, s, k + head * D, D / 2);
         }
-        memcpy(values + at, v, kv_heads * D * sizeof(float));
+        with_stored(cache, [=, &cache](auto type) {
+            using T = decltype(type);
+            store_heads(k, kv_heads, D, (T*)cache.keys + at * D, cache.key_scales + at);
+            store_heads(v, kv_heads, D, (T*)cache.values + at * D, cache.value_scales + at);
+        });
     });
     return 0;
 }

@@ -51,15 +51,15 @@ EXPORT void paceline_silu_mul(const float* gate_up, float* out, long M, long I, 
 }
 
 // Returns 0; 2: a position outside the rotary tables or a slot outside the cache.
-EXPORT int paceline_rope_and_store(const Plan* plan, const Heads* heads, float* qkv, float* keys, float* values, float* q_out,
+EXPORT int paceline_rope_and_store(const Plan* plan, const Heads* heads, float* qkv, const Cache* cache, float* q_out,
                                    const float* q_norm, const float* k_norm, int threads) {
-    return rope_and_store(*plan, *heads, qkv, keys, values, q_out, q_norm, k_norm, threads);
+    return rope_and_store(*plan, *heads, qkv, *cache, q_out, q_norm, k_norm, threads);
 }
 
 // Returns 0; 1: out of memory; 2: the plan names a slot outside the cache.
-EXPORT int paceline_attention(const Plan* plan, const Heads* heads, const float* q, const float* keys, const float* values,
-                              float* out, long window, int threads) {
-    return attention(*plan, *heads, q, keys, values, out, window, threads);
+EXPORT int paceline_attention(const Plan* plan, const Heads* heads, const float* q, const Cache* cache, float* out,
+                              long window, int threads) {
+    return attention(*plan, *heads, q, *cache, out, window, threads);
 }
 
 // Runs several layers; see layers.h. Returns 0; 1 or 2: as above.

@@ -13,7 +13,7 @@ namespace {
 
 struct Layer {  // stack.LayerView
     const float *input_norm, *q_norm, *k_norm, *mlp_norm;
-    float *keys, *values;
+    Cache cache;
     int64_t window;
     Product qkv, output, gate_up, down;
 };
@@ -55,9 +55,9 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
             rms_norm(added, residual, layer->input_norm, normed, M, H, heads.eps, threads);
         status = multiply(normed, layer->qkv, qkv, M, threads);
         if (status) break;
-        status = rope_and_store(plan, heads, qkv, layer->keys, layer->values, q, layer->q_norm, layer->k_norm, threads);
+        status = rope_and_store(plan, heads, qkv, layer->cache, q, layer->q_norm, layer->k_norm, threads);
         if (status) break;
-        status = attention(plan, heads, q, layer->keys, layer->values, attended, layer->window, threads);
+        status = attention(plan, heads, q, layer->cache, attended, layer->window, threads);
         status |= multiply(attended, layer->output, added, M, threads);
         rms_norm(added, residual, layer->mlp_norm, normed, M, H, heads.eps, threads);
         status |= multiply(normed, layer->gate_up, gate_up, M, threads);

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-ABI = 11  # plan.h
+ABI = 12  # plan.h
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -27,8 +27,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "gather": (None, [c_void_p] * 3 + [c_long, c_int]),
     "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
     "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
-    "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
+    "rope_and_store": (c_int, [c_void_p] * 7 + [c_int]),
+    "attention": (c_int, [c_void_p] * 5 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
     "pass": (c_int, [c_void_p] * 4 + [c_long] + [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int]),
     "store_in_ring": (None, [c_void_p] * 3 + [c_long, c_void_p, c_long]),

@@ -6,7 +6,7 @@
 
 namespace {
 
-const long ABI = 11;  // library.ABI: raised whenever a structure or a signature changes
+const long ABI = 12;  // library.ABI: raised whenever a structure or a signature changes
 
 struct Plan {  // stack.PlanView
     const int32_t *positions, *slots, *sequence, *prefix, *reach, *path, *tables;

@@ -16,22 +16,6 @@ void pack_panel(const T* const* rows, long n, long K, T* panel) {
         for (long j = 0; j < NT; j++) panel[k * NT + j] = j < n ? rows[j][k] : T{};
 }
 
-// Packs NT rows, faster.
-void pack_panel(const float* const* rows, long K, float* panel) {
-    long k = 0;
-    for (; k + VL <= K; k += VL)
-        for (long j = 0; j < NT; j += VL) {
-            vec a[VL];
-#pragma GCC unroll 16
-            for (int i = 0; i < VL; i++) a[i] = load(rows[j + i] + k);
-            transpose(a);
-#pragma GCC unroll 16
-            for (int i = 0; i < VL; i++) store(panel + (k + i) * NT + j, a[i]);
-        }
-    for (; k < K; k++)
-        for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j][k];
-}
-
 // weights.WeightKind: the storage of a weight, numbers or blocks of codes
 enum class Kind : int64_t { FLOAT32 = 0, BFLOAT16, FLOAT16, Q4_0 = 4, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
@@ -60,29 +44,6 @@ struct Weights {  // streamed from memory: prefetched, further ahead for tiles o
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
-// Rows that will be read next, prefetched a few lines at a time in order of address: the processor's own prefetching, which has
-// more reads under way than a core can have, follows no other order.
-struct NextRows {
-    const float* const* rows;
-    long left, length, at;  // rows, floats of a row, float of the first row
-    void prefetch(long floats) {
-        for (; left && floats > 0; floats -= 16) {
-            __builtin_prefetch(*rows + at, 0, 2);
-            if ((at += 16) >= length) rows++, left--, at = 0;
-        }
-    }
-};
-struct Keys {  // a panel in L1
-    const float* panel;
-    NextRows* next = nullptr;
-    template <int>
-    void prefetch(long) const {
-        if (next) next->prefetch(NT);
-    }
-    Keys next_tile() const { return {panel}; }
-    vec low(long k) const { return load(panel + k * NT); }
-    vec high(long k) const { return load(panel + k * NT + VL); }
-};
 struct Slab {  // weights expanded into L2
     const float* panel;
     template <int>
@@ -92,18 +53,6 @@ struct Slab {  // weights expanded into L2
     Slab next_tile() const { return *this; }
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
-};
-struct Values {  // rows of the cache, in any place
-    const float* const* rows;
-    long column;
-    NextRows* next = nullptr;
-    template <int>
-    void prefetch(long) const {
-        if (next) next->prefetch(NT);
-    }
-    Values next_tile() const { return {rows, column}; }
-    vec low(long k) const { return load(rows[k] + column); }
-    vec high(long k) const { return load(rows[k] + column + VL); }
 };
 
 struct Output {

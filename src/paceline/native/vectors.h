@@ -33,7 +33,8 @@ constexpr long SPLIT = 256;   // positions of an attention split; a multiple of 
 constexpr long SCORES = SPLIT + 16;  // a row of scores; with a stride of a power of two, rows would map to the same cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
 constexpr long MOST_SCORES = 128;  // rows of scores of a tile and its kv heads, which stay in L2 beside keys and values
-constexpr long CHUNK = 4 * NT;  // positions whose values all kv heads of a part weigh before the next positions
+constexpr long CHUNK = 64;  // positions whose values all kv heads of a part weigh before the next; a multiple of NT for every VL
+constexpr long AHEAD = 128; // positions that are prefetched ahead of those that are read
 constexpr long SLAB = 768;  // depth of a slab of expanded weights, which stays in L2: sums are stored once a slab
 constexpr long PREFETCH_BYTES = 8192;  // bytes prefetched ahead in panels of blocks
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
@@ -185,38 +186,64 @@ inline float vexp(float x) { return vexp(splat(x))[0]; }
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
 #endif
-inline vec interleave_low(vec a, vec b) {
+// Interleaved halves of every four lanes: numbers or pairs of them.
+inline vec low_numbers(vec a, vec b) {
 #if defined(__AVX512F__)
-    return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
 #elif defined(__AVX2__)
-    return SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+    return SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
 #else
     return SHUFFLE(a, b, 0, 4, 1, 5);
 #endif
 }
-inline vec interleave_high(vec a, vec b) {
+inline vec high_numbers(vec a, vec b) {
 #if defined(__AVX512F__)
-    return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
 #elif defined(__AVX2__)
-    return SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+    return SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
 #else
     return SHUFFLE(a, b, 2, 6, 3, 7);
 #endif
 }
+inline vec low_pairs(vec a, vec b) {
+#if defined(__AVX512F__)
+    return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+#elif defined(__AVX2__)
+    return SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+#else
+    return SHUFFLE(a, b, 0, 1, 4, 5);
+#endif
+}
+inline vec high_pairs(vec a, vec b) {
+#if defined(__AVX512F__)
+    return SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+#elif defined(__AVX2__)
+    return SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+#else
+    return SHUFFLE(a, b, 2, 3, 6, 7);
+#endif
+}
 
-// Each round rotates the bits of (row, lane) by one; log2(VL) rounds exchange them.
-inline void transpose(vec (&a)[VL]) {
+// The same 16 bytes of VL rows: lane r of vector w is word w of row r.
+inline __attribute__((always_inline)) void load_words(const void* const* rows, long at, vec (&words)[4]) {
+    vec quads[4];  // quad i: rows i, i + 4, i + 8, ...
 #pragma GCC unroll 4
-    for (int round = 1; round < VL; round *= 2) {
-        vec b[VL];
-#pragma GCC unroll 8
-        for (int i = 0; i < VL / 2; i++) {
-            b[2 * i] = interleave_low(a[i], a[i + VL / 2]);
-            b[2 * i + 1] = interleave_high(a[i], a[i + VL / 2]);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < VL; i++) a[i] = b[i];
+    for (int i = 0; i < 4; i++) {
+        const auto row = [&](int j) { return (const float*)((const char*)rows[i + 4 * j] + at); };
+#if defined(__AVX512F__)
+        const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(0))), _mm_loadu_ps(row(1)), 1);
+        const __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(2))), _mm_loadu_ps(row(3)), 1);
+        quads[i] = (vec)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+#elif defined(__AVX2__)
+        quads[i] = (vec)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(0))), _mm_loadu_ps(row(1)), 1);
+#else
+        quads[i] = load(row(0));
+#endif
     }
+    const vec low = low_numbers(quads[0], quads[1]), high = high_numbers(quads[0], quads[1]);
+    const vec next_low = low_numbers(quads[2], quads[3]), next_high = high_numbers(quads[2], quads[3]);
+    words[0] = low_pairs(low, next_low), words[1] = high_pairs(low, next_low);
+    words[2] = low_pairs(high, next_high), words[3] = high_pairs(high, next_high);
 }
 
 }  // namespace

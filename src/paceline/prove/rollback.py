@@ -57,7 +57,7 @@ def _read(engine: Engine, sequence: Sequence) -> list[Tensor]:
     """Return (2, n, heads, head_dim) K and V of each of the target's layers."""
     cache = engine.runner.cache
     at = slots_held(sequence, range(sequence.num_computed), cache.block_size).to(engine.model.device)
-    return [torch.stack((layer.k[at], layer.v[at])) for layer in cache.layers[: len(engine.model.kv_specs)]]
+    return [torch.stack(layer.read(at)) for layer in cache.layers[: len(engine.model.kv_specs)]]
 
 
 def _same(subject: ProofSubject, one: Tensor, other: Tensor) -> bool:

@@ -357,13 +357,15 @@ def test_a_config_that_does_not_fit_the_file_is_refused(plain: Path, tmp_path: P
         load_model(coded, device="cpu")
 
 
-def test_a_cache_of_fp8_has_a_policy_of_its_own(plain: Path) -> None:
+def test_a_cache_of_each_dtype_has_a_policy_of_its_own(plain: Path) -> None:
     loaded = load_model(plain, device="cpu")
-    usual = PolicyMemory(plain, loaded, []).path()
     assert loaded.kv_dtype == "auto"
-    loaded.decoder.dtypes = replace(loaded.decoder.dtypes, cache=torch.float8_e4m3fn)
-    assert loaded.kv_dtype == "fp8"
-    assert PolicyMemory(plain, loaded, []).path() != usual
+    paths = {PolicyMemory(plain, loaded, []).path()}
+    for dtype, name in ((torch.float8_e4m3fn, "fp8"), (torch.bfloat16, "bfloat16"), (torch.int8, "int8")):
+        loaded.decoder.dtypes = replace(loaded.decoder.dtypes, cache=dtype)
+        assert loaded.kv_dtype == name
+        paths.add(PolicyMemory(plain, loaded, []).path())
+    assert len(paths) == 4
 
 
 LOADING = """

@@ -77,8 +77,7 @@ class TorchKernels:
         k, v = _rotate(k, cos, sin), v
         if reads.writing is not None:
             k, v = k[reads.writing], v[reads.writing]
-        cache.k.index_copy_(0, reads.slots, k.to(cache.k.dtype))
-        cache.v.index_copy_(0, reads.slots, v.to(cache.v.dtype))
+        cache.write(reads.slots, k, v)
         return _rotate(q, cos, sin)
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
@@ -108,7 +107,7 @@ def _attend(q: Tensor, group: SequenceGroup, cache: LayerCache, scale: float) ->
     shape = q.shape
     heads = cache.k.shape[1]
     grouped = _widen(q).view(*shape[:2], heads, -1, shape[3]).permute(0, 2, 3, 1, 4) * scale  # (S, Hkv, G, R, D)
-    keys, values = (_widen(t[group.slots]).permute(0, 2, 1, 3)[:, :, None] for t in (cache.k, cache.v))
+    keys, values = (_widen(t).permute(0, 2, 1, 3)[:, :, None] for t in cache.read(group.slots))
     scores = grouped @ keys.transpose(-1, -2)  # (S, Hkv, G, R, T)
     if group.hidden is not None:
         scores.masked_fill_(group.hidden[:, None, None], float("-inf"))
@@ -116,9 +115,7 @@ def _attend(q: Tensor, group: SequenceGroup, cache: LayerCache, scale: float) ->
         mixed = scores.softmax(-1) @ values
     else:
         shared = scores.shape[-1]
-        ahead, ahead_values = (
-            _widen(t[group.path]).permute(0, 3, 1, 2, 4) for t in (cache.k, cache.v)
-        )  # (S,Hkv,R,P,D)
+        ahead, ahead_values = (_widen(t).permute(0, 3, 1, 2, 4) for t in cache.read(group.path))  # (S, Hkv, R, P, D)
         along = torch.einsum("shgrd,shrpd->shgrp", grouped, ahead)
         along.masked_fill_(group.path_hidden[:, None, None], float("-inf"))
         weights = torch.cat([scores, along], -1).softmax(-1)

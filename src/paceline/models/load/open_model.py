@@ -34,7 +34,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DEVICES = ("auto", "cpu", "cuda")
 TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind is reported as the model's
 MOST_THREADS = 256  # threads of the native kernels' pool
-KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # vLLM's spelling is the last
+CPU_KV_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
+GPU_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # vLLM's spelling is the last
+OTHER_KV_DTYPES = ("bfloat16", "int8", "fp8")  # that make another target
 PRODUCTS = {  # products of a layer, and the weights of each
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
@@ -57,8 +59,9 @@ class LoadedModel:
 
     @property
     def kv_dtype(self) -> str:
-        """Return fp8, which is another target, or auto: the dtype of the computation."""
-        return "fp8" if self.decoder.dtypes.cache is KV_DTYPES["fp8"] else "auto"
+        """Return bfloat16, int8 or fp8, which are other targets, or auto: the dtype of the computation."""
+        dtypes, names = self.decoder.dtypes, CPU_KV_DTYPES | GPU_KV_DTYPES
+        return next((name for name, dtype in names.items() if dtype is dtypes.cache is not dtypes.compute), "auto")
 
 
 def load_model(
@@ -165,17 +168,25 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 def choose_kv_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype | None:
     """Choose the dtype of the cache; auto: None, the dtype of the computation."""
-    if name not in KV_DTYPES:
-        raise InvalidParameter("kv_dtype", f"{name!r} is not one of {', '.join(KV_DTYPES)}")
-    if KV_DTYPES[name] is not None and not (device.type == "cuda" and kernels.captures):
+    if name == "auto":
+        return None
+    if name not in CPU_KV_DTYPES and name not in GPU_KV_DTYPES:
+        raise InvalidParameter(
+            "kv_dtype", f"{name!r} is not one of {', '.join(('auto', *CPU_KV_DTYPES, *GPU_KV_DTYPES))}"
+        )
+    if name in CPU_KV_DTYPES:
+        if device.type != "cpu":
+            raise InvalidParameter("kv_dtype", f"{name} is for a CPU, not {device.type}; leave it out")
+        return CPU_KV_DTYPES[name]
+    if not (device.type == "cuda" and kernels.captures):
         raise InvalidParameter(
             "kv_dtype", f"{name} needs the Triton kernels of a GPU, not {kernels.name} on {device.type}; leave it out"
         )
-    if KV_DTYPES[name] is not None and torch.cuda.get_device_capability(device) < (8, 9):
+    if torch.cuda.get_device_capability(device) < (8, 9):
         raise InvalidParameter(
             "kv_dtype", f"{name} needs a GPU that computes in fp8 (Ada, Hopper or later); leave it out"
         )
-    return KV_DTYPES[name]
+    return GPU_KV_DTYPES[name]
 
 
 def set_threads(threads: int | None) -> int:

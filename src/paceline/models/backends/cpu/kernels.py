@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from paceline.models.backends.cpu.stack import HeadsView, NativeStack, PlanView, check_in_place, check_status, fp32
+from paceline.models.backends.cpu.stack import (
+    CacheView,
+    HeadsView,
+    NativeStack,
+    PlanView,
+    check_in_place,
+    check_status,
+    fp32,
+)
 from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, joined_shape, runs_of_a_kind
 from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
@@ -145,15 +153,14 @@ class NativeKernels:
         rows, width = qkv.shape
         _, kv_heads, dim = cache.k.shape
         q_heads = width // dim - 2 * kv_heads
-        heads = HeadsView.of(rope.cos, rope.sin, q_heads, cache, rope.eps, 1.0)
+        heads, stored = HeadsView.of(rope.cos, rope.sin, q_heads, cache, rope.eps, 1.0), CacheView.of(cache)
         q = qkv.new_empty((rows, q_heads, dim))
         view = self.view(plan, rows)  # a reference of its own: another thread may replace the last plan
         status = self._rope_and_store(
             ctypes.addressof(view),
             ctypes.addressof(heads),
             qkv.data_ptr(),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
+            ctypes.addressof(stored),
             q.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
@@ -165,15 +172,17 @@ class NativeKernels:
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         q = fp32(q)
         rows, q_heads, dim = q.shape
-        heads = HeadsView.of(q, q, q_heads, cache, 0.0, scale)  # attention reads no rotary table
+        heads, stored = (
+            HeadsView.of(q, q, q_heads, cache, 0.0, scale),
+            CacheView.of(cache),
+        )  # q: no rotary table is read
         out = q.new_empty((rows, q_heads * dim))
         view = self.view(plan, rows)
         status = self._attention(
             ctypes.addressof(view),
             ctypes.addressof(heads),
             q.data_ptr(),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
+            ctypes.addressof(stored),
             out.data_ptr(),
             window or 0,
             self.threads,

@@ -46,6 +46,31 @@ class PlanView(ctypes.Structure):
         return cls(*(t.data_ptr() for t in tensors), *plan.path.shape, plan.block_tables.shape[1], plan.block_size)
 
 
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # by kind, see native/cache.h
+
+
+class CacheView(ctypes.Structure):
+    """K and V of a layer, and their scales if they are int8."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        ("kind", c_int64),
+    )
+
+    @classmethod
+    def of(cls, cache: LayerCache) -> CacheView:
+        scales = (cache.k_scale, cache.v_scale)
+        if cache.k.dtype not in CACHE_DTYPES or (None in scales) is (cache.k.dtype is torch.int8):
+            raise TypeError(f"native kernels read no cache of {cache.k.dtype}")
+        for tensor in (cache.k, cache.v):
+            check_in_place(tensor, cache.k.dtype)
+        for scale in scales:
+            if scale is not None:
+                check_in_place(scale)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (cache.k, cache.v, *scales))
+        return cls(*pointers, CACHE_DTYPES.index(cache.k.dtype))
+
+
 class HeadsView(ctypes.Structure):
     """The heads of a model's layers, their rotary tables and their cache."""
 
@@ -57,8 +82,7 @@ class HeadsView(ctypes.Structure):
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
-        num_slots, kv_heads, dim = check_in_place(cache.k)
-        check_in_place(cache.v)
+        num_slots, kv_heads, dim = cache.k.shape
         for table in (cos, sin):  # C keeps pointers to the tables, so they must not be copies
             check_in_place(table)
         return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
@@ -66,7 +90,8 @@ class HeadsView(ctypes.Structure):
 
 class LayerView(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
+        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")),
+        ("cache", CacheView),
         ("window", c_int64),
         *((name, ProductView) for name in ("qkv", "output", "gate_up", "down")),
     )
@@ -80,7 +105,7 @@ class LayerView(ctypes.Structure):
         products = (layer.qkv, layer.output, layer.gate_up, layer.down)
         return cls(
             *(None if norm is None else norm.data_ptr() for norm in norms),
-            *(cache.k.data_ptr(), cache.v.data_ptr(), layer.window or 0),
+            *(CacheView.of(cache), layer.window or 0),
             *(product.view for product in products),
         )
 
@@ -212,10 +237,10 @@ def fp32(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def check_in_place(x: Tensor) -> torch.Size:
-    """Refuse tensors that cannot be written through their pointer: contiguous float32 only."""
-    if x.dtype is not torch.float32 or not x.is_contiguous():
-        raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
+def check_in_place(x: Tensor, dtype: torch.dtype = torch.float32) -> torch.Size:
+    """Refuse tensors that cannot be written through their pointer: they are contiguous and of this dtype."""
+    if x.dtype is not dtype or not x.is_contiguous():
+        raise TypeError(f"native kernels write contiguous {dtype} tensors in place, got {x.dtype}, {x.stride()}")
     return x.shape
 
 
