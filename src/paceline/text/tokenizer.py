@@ -76,6 +76,10 @@ class Tokenizer:
         decoder = json.dumps(json.loads(self.backend.to_str()).get("decoder") or {})
         return "byte_level" if "ByteLevel" in decoder else "byte_fallback" if "ByteFallback" in decoder else "raw"
 
+    def special_token_ids(self) -> list[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return sorted(number for number, token in added.items() if token.special)
+
     @property
     def eos_token_id(self) -> int | None:
         return self._id_of("eos_token")
