@@ -39,11 +39,10 @@ def open_regular(path: Path) -> FileIO:
         raise
     except OSError as error:
         raise BrokenModel(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    file = FileIO(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise BrokenModel(f"{path} is no file but a folder, a pipe or a device; download it again")
-    return file
+    return FileIO(descriptor, "rb")
 
 
 def read_bytes(path: Path, most: int) -> bytes:

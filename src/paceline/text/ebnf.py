@@ -65,7 +65,7 @@ class _Node:
 
 def ebnf(text: str, rules: Rules) -> GrammarPart:
     """Return the part of a grammar that begins at its rule `root`."""
-    read = _Reader(text).rules()
+    read = _EbnfReader(text).rules()
     if "root" not in read:
         raise WrongGrammar("it has no rule named root")
     names = {name: node.names() for name, node in read.items()}
@@ -117,7 +117,7 @@ def _part(node: _Node, parts: dict[str, GrammarPart]) -> GrammarPart:
     return part
 
 
-class _Reader:
+class _EbnfReader:
     """A reader of rules; a rule ends where the next begins."""
 
     def __init__(self, text: str) -> None:

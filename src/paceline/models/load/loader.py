@@ -124,7 +124,8 @@ def load_generation_defaults(path: Path) -> dict[str, Any]:
             raise BrokenModel(f"{file}: do_sample must be true or false, found {short_repr(raw['do_sample'])}")
         defaults["do_sample"] = raw["do_sample"]
     try:
-        SamplingParams().resolve(defaults)
+        for params in (SamplingParams(), SamplingParams(temperature=1.0)):  # a greedy one leaves filters out
+            params.resolve(defaults)
     except InvalidParameter as error:
         raise BrokenModel(f"{file}: {error}; correct the file") from error
     if eos := token_ids(raw, "eos_token_id", str(file)):
