@@ -113,12 +113,9 @@ def files(count: int, seed: int) -> dict[str, Any]:
 
 def batch(first: int, count: int, seed: int, folder: Path) -> None:
     """Read some mutated files; print the numbers of those read, refused and failed otherwise, and the longest time."""
-    from paceline.files.gguf import GGUFFile
-    from paceline.files.safetensors_reader import SafetensorsFile
-    from paceline.models.load.gguf_model import gguf_config
-    from paceline.text.gguf_vocab import tokenizer_files
-
     whole = {".safetensors": written_safetensors(folder), ".gguf": written_gguf(folder)}
+    for kind in whole:
+        read_whole(folder / f"whole{kind}")
     read = refused = wrong = 0
     longest = 0.0
     for at in range(first, first + count):
@@ -127,16 +124,7 @@ def batch(first: int, count: int, seed: int, folder: Path) -> None:
         path.write_bytes(mutated(whole[kind], rng))
         began = time.thread_time()
         try:
-            if kind == ".gguf":
-                file = GGUFFile(path)
-                for name in file.tensors:
-                    file.read(name)
-                gguf_config(file)
-                tokenizer_files(file.metadata, str(path))
-            else:
-                tensors = SafetensorsFile(path)
-                for name in tensors.headers:
-                    tensors.read(name)
+            read_whole(path)
             read += 1
         except PacelineError:
             refused += 1
@@ -145,6 +133,24 @@ def batch(first: int, count: int, seed: int, folder: Path) -> None:
             print(f"{kind} {at}: {type(error).__name__}: {error}", file=sys.stderr)
         longest = max(longest, time.thread_time() - began)
     print(read, refused, wrong, longest)
+
+
+def read_whole(path: Path) -> None:
+    """Read all that a load reads of a file, but for the names and shapes of a model's tensors."""
+    from paceline.files.gguf import GGUFFile
+    from paceline.files.safetensors_reader import SafetensorsFile
+    from paceline.models.load.gguf_model import gguf_config
+
+    if path.suffix == ".gguf":
+        file = GGUFFile(path)
+        for name in file.tensors:
+            file.read(name)
+        gguf_config(file)
+        Tokenizer.from_path(path)
+    else:
+        tensors = SafetensorsFile(path)
+        for name in tensors.headers:
+            tensors.read(name)
 
 
 def mutated(whole: bytes, rng: random.Random) -> bytes:

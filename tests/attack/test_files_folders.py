@@ -109,6 +109,14 @@ def test_two_keys_of_a_gguf_file_with_one_name_are_refused(tmp_path: Path) -> No
                 GGUFFile(tmp_path / "m.gguf")
 
 
+def test_a_tensor_of_a_gguf_file_without_numbers_is_refused(tmp_path: Path) -> None:
+    table = struct.pack("<Q", 1) + b"a" + struct.pack("<IQQIQ", 2, 8, 0, 0, 0)
+    start = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + table
+    (tmp_path / "m.gguf").write_bytes(start + bytes(64))
+    with pytest.raises(BrokenModel):
+        GGUFFile(tmp_path / "m.gguf")
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 
 

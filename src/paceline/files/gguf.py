@@ -115,7 +115,7 @@ class GGUFFile:
         except (ValueError, KeyError) as error:
             raise UnsupportedModel(f"{self.path}: tensor {name} has an unknown quantisation (type {kind})") from error
         nbytes = prod(shape) // block * block_bytes
-        if not shape or shape[-1] % block or offset + nbytes > self.size:
+        if not shape or not nbytes or shape[-1] % block or offset + nbytes > self.size:
             raise BrokenModel(
                 f"{self.path} is truncated or damaged: tensor {name} should end at byte {offset + nbytes}, "
                 f"the file has {self.size}; download it again"
