@@ -2,6 +2,7 @@
 # make demo PROMPT='...' asks that instead                    make quick  ruff and the core's tests, in under a minute
 # make wheel  dist/: any Python >= 3.10 on Linux, no compiler  make clean  removes .venv and everything built
 # make docs-check   every command of README and guides, for real, on smollm2 (half an hour on two cores)
+# make sanitize     native kernels and readers of model files under ASan and UBSan
 # PYTHON=python3.12 make ... picks the interpreter
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins or 
 # A worker for each usable core; one that has run out of tests takes over half of another's.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test quick docs-check wheel clean
+.PHONY: demo test quick docs-check sanitize wheel clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/paceline pull $(MODEL)
@@ -43,6 +44,9 @@ quick: $(VENV)/.installed-dev
 
 docs-check: $(VENV)/.installed-dev
 	DOCS_CHECK=1 $(BIN)/python -m pytest tests/project/test_docs_commands.py tests/project/test_readme.py
+
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.sanitize
 
 # auditwheel refuses what an older system lacks; native/glibc.h keeps it out.
 wheel: $(VENV)/.installed-dev

@@ -31,7 +31,7 @@ from paceline.cli.quantize import quantize
 from paceline.cli.serve import serve
 from paceline.cli.theory.command import theory
 from paceline.cli.train import train
-from paceline.errors import PacelineError
+from paceline.errors import DeviceError, PacelineError
 
 PANELS = 80  # columns; a narrower terminal gets help without panels
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -76,6 +76,14 @@ for command in COMMANDS:
     app.command(cls=PacelineCommand)(command)
 
 
+# What libraries say where an allocation, a mapping or a thread failed.
+NO_MEMORY = ("annot allocate memory", "can't start new thread", "failed to map segment", "not enough memory")
+OUT_OF_MEMORY = (
+    "the memory does not suffice; raise the limit of the process (ulimit -v, the container's), lower kv_cache_bytes, "
+    "or take a smaller model"
+)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"paceline {__version__}")
@@ -115,6 +123,8 @@ def run(arguments: Sequence[str]) -> int:
             raise
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE and error.filename is None:
             return _report(OutputError(f"cannot write the output: {error.strerror}"), as_json, 1)
+        if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+            return _report(DeviceError(OUT_OF_MEMORY), as_json, 1)
         what = f"{type(error).__name__}: {error}"
         return _report(RuntimeError(f"unexpected {what} (set PACELINE_DEBUG=1 for the traceback)"), as_json, 1)
 

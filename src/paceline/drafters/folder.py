@@ -13,16 +13,17 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
 from paceline.files.json_fields import Json, JsonFields, read_json
+from paceline.files.reader import open_regular
+from paceline.files.safetensors_reader import SafetensorsFile
 from paceline.models.load.hf_config import rope_scaling
 from paceline.models.spec import ModelConfig, RopeConfig
 
@@ -45,17 +46,26 @@ def read_tensors(paths: SequenceOf[Path], folder: Path, wanted: str) -> dict[str
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:
-            is_safe = path.suffix == ".safetensors"
-            part = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
-        except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError) as error:
+            part = _tensors_of(path)
+        except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise BrokenModel(f"{path} is truncated or damaged ({reason}); download it again") from error
         if not isinstance(part, dict) or not all(isinstance(one, Tensor) for one in part.values()):
             raise BrokenModel(f"{path} must hold tensors by name")
+        if twice := next((name for name in part if name in tensors), None):
+            raise BrokenModel(f"{folder}: tensor {twice} is in {path.name} and in another file; download it again")
         tensors |= part
     if not paths:
         raise BrokenModel(f"{folder} holds no weights: {wanted} is missing")
     return tensors
+
+
+def _tensors_of(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        file = SafetensorsFile(path)
+        return {name: file.read(name) for name in file.headers}
+    open_regular(path).close()  # no pipe, no device
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def check_shapes(

@@ -24,6 +24,7 @@ class EngineTokenizer(Protocol):
     def incremental_decoder(self, skip_special_tokens: bool) -> TextDecoder: ...
     def vocab(self) -> list[str]: ...
     def vocab_kind(self) -> str: ...
+    def special_token_ids(self) -> list[int]: ...
 
 
 class Admission:
@@ -52,8 +53,8 @@ class Admission:
             if isinstance(grammar, PacelineError):
                 raise grammar
             compiled = self.grammars.compile(params.structured_outputs) if grammar is None else grammar
-            for sequence in sequences:
-                sequence.matcher = self.grammars.matcher(compiled)
+            for sequence, matcher in zip(sequences, self.grammars.matchers(compiled, params.n), strict=True):
+                sequence.matcher = matcher
         return sequences
 
     @functools.cached_property

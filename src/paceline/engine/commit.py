@@ -20,7 +20,6 @@ from paceline.engine.scheduler import Scheduler
 from paceline.text.stop_strings import OutputText
 
 UNDECODABLE = "the text of the answer could not be decoded"
-TOO_SLOW = "the grammar takes too long at each token; make it less ambiguous"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): its weights or its inputs are broken"
 
 
@@ -110,15 +109,15 @@ class Committer:
             self._leave(result.sequences[at])
 
     def _look_closer(self, flight: InFlightStep, result: StepResult, at: int, sequence: Sequence) -> None:
-        """Find stop strings, a grammar that is too slow, and logprobs."""
+        """Find stop strings, a grammar that takes too much work, and logprobs."""
         tokens, verdict_copy = result.tokens[at], flight.verdict_copy
         if sequence.params.stop and tokens:
             try:
                 self._find_stops(result, at, sequence)
             except Exception as problem:  # an error of the tokenizer: it concerns no other request
                 _fail(result, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
-        if sequence.matcher is not None and sequence.matcher.too_slow:
-            _fail(result, at, sequence, TOO_SLOW)
+        if sequence.matcher is not None and (reason := sequence.matcher.problem) is not None:
+            _fail(result, at, sequence, reason)
         if sequence.logprobs is not None and verdict_copy is not None:
             most = sequence.params.logprobs or 0
             sequence.logprobs += verdict_copy.logprobs(result.rows[at], result.tokens[at], most)

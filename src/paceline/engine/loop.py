@@ -190,8 +190,9 @@ class EngineLoop:
             return
         if finished and sequence.finish_reason == "error":
             self.engine.cancel(request_id)  # its other answers
-            reason, slow = sequence.error or "no reason is known", sequence.matcher and sequence.matcher.too_slow
-            self._fail(request_id, InvalidParameter(GRAMMAR, reason) if slow else RequestFailed(reason))
+            reason, matcher = sequence.error or "no reason is known", sequence.matcher
+            is_grammars = matcher is not None and matcher.problem is not None
+            self._fail(request_id, InvalidParameter(GRAMMAR, reason) if is_grammars else RequestFailed(reason))
             return
         if request.first_token_time is None:
             request.first_token_time = now

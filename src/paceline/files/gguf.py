@@ -7,29 +7,24 @@ it.
 
 from __future__ import annotations
 
-import os
 import struct
-import sys
-import threading
 import weakref
 from dataclasses import dataclass
-from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import BrokenModel, PacelineError, UnsupportedModel
+from paceline.errors import BrokenModel, PacelineError, UnsupportedModel, short_repr
+from paceline.files.reader import FileReader
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
 FIRST_BYTES = 8 << 20  # bytes read at first; holds the header of most vocabularies
 MOST_HEADER_BYTES = 1 << 30  # a header that goes on behind them is damaged
-SPARE_BYTES = 1 << 20, 64 << 20  # bytes of tensors whose memory is used again; embeddings, which come once, are larger
-SPARE_TENSORS = 3  # tensors whose memory may be used again: the parts of a product are read together
 LENGTH = struct.Struct("<Q")  # of a text
 
 
@@ -46,22 +41,17 @@ class TensorInfo:
 class GGUFFile:
     """One open file: `metadata` by key, `tensors` by name, `read(name)` for the values.
 
-    Bytes are read, never mapped: a file that is cut while it is open ends in an error, not in a signal, and the memory
-    of a tensor is free once its reader drops it.
+    Bytes are read, never mapped (`reader`), and the memory of a tensor is free once its reader drops it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = import_gguf()
         try:
-            self._file = path.open("rb", buffering=0)
-            weakref.finalize(self, self._file.close)
-            self._state = _state(self._file)
-        except OSError as error:
+            self._reader = FileReader(path)
+        except FileNotFoundError as error:
             raise BrokenModel(f"{path} cannot be read: {error}") from error
-        self.size = self._state.st_size
-        self._spare: list[npt.NDArray[np.uint8]] = []
-        self._lock = threading.Lock()
+        self.size = self._reader.size
         if not self.size:
             raise BrokenModel(f"{path} is empty: the download did not finish; download it again")
         length = FIRST_BYTES
@@ -92,6 +82,10 @@ class GGUFFile:
         for _ in range(num_fields):
             key = cursor.string()
             (kind,) = cursor.unpack("I")
+            if key in self.metadata:
+                raise BrokenModel(
+                    f"{self.path} is damaged: the key {short_repr(key)} is there twice; download it again"
+                )
             self.metadata[key] = cursor.value(kind)
         table = [self._tensor_entry(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
@@ -121,7 +115,7 @@ class GGUFFile:
         except (ValueError, KeyError) as error:
             raise UnsupportedModel(f"{self.path}: tensor {name} has an unknown quantisation (type {kind})") from error
         nbytes = prod(shape) // block * block_bytes
-        if not shape or shape[-1] % block or offset + nbytes > self.size:
+        if not shape or not nbytes or shape[-1] % block or offset + nbytes > self.size:
             raise BrokenModel(
                 f"{self.path} is truncated or damaged: tensor {name} should end at byte {offset + nbytes}, "
                 f"the file has {self.size}; download it again"
@@ -153,52 +147,7 @@ class GGUFFile:
         return values.reshape(info.shape)
 
     def _bytes(self, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        with self._lock:  # several threads may read one file
-            return self._read(offset, self._memory(count))
-
-    def _read(self, offset: int, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        rest = memoryview(data.data)
-        try:
-            self._file.seek(offset)
-            while rest and (got := self._file.readinto(rest)):
-                rest = rest[got:]
-            unchanged = not rest and _state(self._file) == self._state
-        except OSError as error:
-            raise BrokenModel(f"{self.path} cannot be read: {error}") from error
-        if not unchanged:
-            raise BrokenModel(f"{self.path} changed while it was read; wait until it is written, then load it again")
-        return data
-
-    def _memory(self, count: int) -> npt.NDArray[np.uint8]:
-        """Return memory for a tensor; for a large one that of an earlier tensor which nothing refers to any more. Fresh
-        pages take three times as long as the reading."""
-        if not SPARE_BYTES[0] <= count <= SPARE_BYTES[1]:
-            return np.empty(count, np.uint8)
-        for at in range(len(self._spare)):
-            if len(self._spare[at]) >= count and _references(self._spare, at) == ALONE:
-                return self._spare[at][:count]
-        self._spare = [*self._spare[-SPARE_TENSORS + 1 :], np.empty(count, np.uint8)]
-        return self._spare[-1][:count]
-
-
-def _references(arrays: list[npt.NDArray[np.uint8]], at: int) -> int:
-    """Return the number of references to an array of a list, those of this call included."""
-    return sys.getrefcount(arrays[at])
-
-
-ALONE = _references([np.empty(1, np.uint8)], 0)  # references to an array that only its list refers to
-
-
-class _FileState(NamedTuple):
-    """Size and time of a file, which change when it is written to."""
-
-    st_size: int
-    modified_ns: int
-
-
-def _state(file: FileIO) -> _FileState:
-    status = os.fstat(file.fileno())
-    return _FileState(status.st_size, status.st_mtime_ns)
+        return self._reader.read(offset, count)
 
 
 _open_files: weakref.WeakValueDictionary[tuple[object, ...], GGUFFile] = weakref.WeakValueDictionary()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import BrokenModel, UnsupportedModel, short_repr
+from paceline.files.reader import read_text
 
 Json = dict[str, Any]
 MAX_INT = 2**31 - 1
@@ -22,7 +23,7 @@ def read_json(path: Path, default: Json | None = None, hint: Callable[[Path], st
     """Return the object in a file. Without the file return `default`, else raise an error that ends in the hint for the
     folder."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except FileNotFoundError as error:
         if default is not None:
             return default

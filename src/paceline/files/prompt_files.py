@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from paceline.errors import InvalidParameter, short_repr
 
+log = logging.getLogger("paceline")
 JSONL = (".jsonl", ".json", ".ndjson")
 
 
@@ -32,6 +34,19 @@ def numbered_lines(text: str) -> list[tuple[int, str]]:
     """Return the lines that are not empty, with their numbers from 1."""
     lines = re.split(r"\r\n|\n|\r", text)  # not splitlines: JSON strings may hold other line ends as they are
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def without_torn_line(path: Path, text: str) -> str:
+    """Return lines of JSON without a last one that a full disk or a kill cut off, which is counted in the log."""
+    whole, _, last = text.rpartition("\n")
+    try:
+        if last.strip():
+            json.loads(last)
+    except (ValueError, RecursionError):
+        if whole.strip():
+            log.warning("%s: 1 record was cut off at its end, and is left out", path)
+            return whole
+    return text
 
 
 def read_object(line: str, forms: Iterable[str], field: str, origin: str) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,6 @@ from paceline.text.tokenizer import Tokenizer
 Keep = Callable[[Capture, str], None]  # writes one answer
 LONG_TEXT = 20_000  # characters of a prompt that is encoded in a thread, so that others do not wait
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+|null")  # a browser's spelling
-LONG_CHAT = 1_000  # messages of a conversation that is rendered in a thread
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,7 @@ class AppState:
         self, conversation: list[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> EncodedPrompt:
         """Render and encode a conversation. `variables` of the template may be as long as a conversation."""
-        if len(conversation) < LONG_CHAT and not variables:
-            text = self.tokenizer.render_chat(conversation)
-        else:
-            text = await asyncio.to_thread(self.tokenizer.render_chat, conversation, **variables)
+        text = await asyncio.to_thread(self.tokenizer.render_chat, conversation, **variables)
         return await self.encode(text, special=False)
 
     async def start(

@@ -1,48 +1,56 @@
-"""A model's chat template, rendered by jinja2 in a sandbox that is set up as in transformers, without importing it."""
+"""A model's chat template, rendered in a process of its own (text/template_process): a template comes with the model,
+and may take for ever, or all memory.
+"""
 
 from __future__ import annotations
 
-import itertools
+import atexit
+import contextlib
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from datetime import datetime
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from paceline.errors import InvalidPrompt, PacelineError, short_repr
+from paceline.text import template_process
+from paceline.text.template_process import (
+    ENDLESS,
+    INVALID,
+    RENDER,
+    SETTINGS,
+    TEXT,
+    UNICODE,
+    VARIABLES,
+    read_frame,
+    write_frame,
+)
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_TURNS = 1_000_000  # loops and calls of one rendering: a few seconds, far more than a conversation needs
-MAX_PRODUCT = 1 << 24  # characters or items of one product; the largest power
-_turns: ContextVar[Iterator[int]] = ContextVar("_turns")
-
-
-class EndlessTemplate(jinja2.TemplateError):
-    """A template that does not end."""
+CPU_S = 5.0  # processor seconds of one rendering
+WAIT_S = 60.0  # seconds until an answer, where the machine is busy
+MAX_BYTES = 1 << 30  # of the process's address space
+PROGRAM = (
+    template_process.__file__
+)  # run as a file: `-m` would import from the current folder, which may be the model's
 
 
 class ChatTemplate:
-    """One compiled template. Templates come with the model, so they get plain data only and run in a sandbox."""
+    """One template of a model, or of a caller."""
 
     def __init__(self, source: str) -> None:
-        environment = _environment()
-        try:
-            tree = environment.parse(source)
-            self.variables = meta.find_undeclared_variables(tree)  # names that it reads
-            for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-            self._template = environment.from_string(tree)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise PacelineError(f"the model's chat template is invalid: {error}") from error
         self.source = source
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Return the names of the variables that it reads."""
+        return frozenset(json.loads(_renderer.ask(VARIABLES, {"source": self.source})))
 
     def knows_role(self, role: str) -> bool:
         """Return True for the usual roles and those that the template names."""
@@ -50,19 +58,90 @@ class ChatTemplate:
 
     def render(self, messages: Messages, **variables: Any) -> str:
         """Return the text of a conversation, in the format that the model was trained on."""
-        token = _turns.set(itertools.count(1))
         try:
-            return self._template.render(messages=_plain(list(messages)), **_plain(variables))
-        except EndlessTemplate as error:
-            raise PacelineError(f"the model's chat template does not end: {error}") from error
-        except (RecursionError, MemoryError) as error:
-            raise PacelineError(
-                "the model's chat template does not end: it calls itself, or grows, too much"
-            ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            known = {**_plain(variables), "messages": _plain(list(messages))}
+        except (TypeError, RecursionError) as error:
             raise PacelineError(f"the model's chat template refused the messages: {error}") from error
-        finally:
-            _turns.reset(token)
+        return _renderer.ask(RENDER, {"source": self.source, "variables": known})
+
+
+class TemplateRenderer:
+    """The process that renders: started at the first template, and again after one that had to be ended. Any thread may
+    ask; one conversation is rendered at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # the process that started it: a forked copy of that one starts its own
+        self._lock = threading.Lock()
+
+    def ask(self, kind: bytes, request: Mapping[str, Any]) -> str:
+        try:
+            body = json.dumps(request).encode()
+        except (ValueError, RecursionError) as error:
+            raise PacelineError(f"the model's chat template refused the messages: {error}") from error
+        with self._lock:
+            answer = self._round_trip(kind, body)
+        if answer is None:
+            raise PacelineError(
+                f"the model's chat template does not end: it takes more than {CPU_S:g} s or {MAX_BYTES >> 20} MiB"
+            )
+        result, text = answer[0], answer[1].decode(errors=UNICODE)
+        if result == TEXT:
+            return text
+        reason = " ".join(text.split())[:300]
+        if result == ENDLESS:
+            raise PacelineError(f"the model's chat template does not end: {reason}")
+        if result == INVALID:
+            raise PacelineError(f"the model's chat template is invalid: {reason}")
+        raise PacelineError(f"the model's chat template refused the messages: {reason}")
+
+    def _round_trip(self, kind: bytes, body: bytes) -> tuple[bytes, bytes] | None:
+        """Return the answer; None: the process ended, or was ended since it took too long."""
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            limits = {"turns": MAX_TURNS, "cpu_s": CPU_S, "bytes": MAX_BYTES}
+            write_frame(process.stdin, SETTINGS, json.dumps(limits).encode())
+            write_frame(process.stdin, kind, body)
+            ready, _, _ = select.select([process.stdout], [], [], WAIT_S)
+            answer = read_frame(process.stdout) if ready else None
+        except BrokenPipeError:
+            answer = None
+        except BaseException:  # Ctrl-C: the answer that comes belongs to no request
+            self.close()
+            raise
+        if answer is None:
+            self.close()
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self.close()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, PROGRAM],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError as error:
+                raise PacelineError(f"the process that renders chat templates cannot be started: {error}") from error
+            self._owner = os.getpid()
+        return self._process
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+
+
+_renderer = TemplateRenderer()
+atexit.register(_renderer.close)
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -114,70 +193,6 @@ def open_ended(text: str, last: Mapping[str, Any]) -> str:
     end = at + len(content.strip())
     tail = content[len(content.rstrip()) :]
     return text[: end + len(tail)] if tail and text.startswith(tail, end) else text[:end]
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox without endless work: only calls, loops and products can take a template unbounded time."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _count_turn()
-        return super().call(context, called, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if isinstance(side, str | list | tuple) else abs(side) for side in (left, right)]
-        too_large = (
-            sizes[1] * max(sizes[0], 1) > MAX_PRODUCT if operator == "*" else sizes[1] > 64 or sizes[0] > MAX_PRODUCT
-        )
-        if too_large and not any(isinstance(side, float) for side in (left, right)):
-            raise EndlessTemplate(f"{operator} of very large values")
-        return super().call_binop(context, operator, left, right)
-
-
-def _count_turn() -> None:
-    if next(_turns.get()) > MAX_TURNS:
-        raise EndlessTemplate(f"its loops and calls do not end within {MAX_TURNS:,} turns")
-
-
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        _count_turn()
-        yield item
-
-
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here it has no effect."""
-
-    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters |= {"tojson": _to_json, "counted": _counted}
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON as transformers does: jinja2's own filter escapes HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _plain(value: Any) -> Any:

@@ -6,9 +6,13 @@ a tokenizer.json is refused with the way to make one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import string
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -19,6 +23,7 @@ from tokenizers.models import BPE
 from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, short_repr
 from paceline.files.gguf import open_gguf
 from paceline.files.json_fields import Json, read_json
+from paceline.files.reader import read_bytes, read_text
 from paceline.text.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
 from paceline.text.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
 from paceline.text.gguf_vocab import tokenizer_files
@@ -28,6 +33,14 @@ __all__ = ["IncrementalDecoder", "Tokenizer"]
 
 # Arguments of transformers' apply_chat_template that would otherwise be taken for variables of the template.
 TRANSFORMERS_OPTIONS = ("return_tensors", "return_dict", "padding", "truncation", "max_length")
+
+
+MOST_BYTES = 256 << 20  # of a tokenizer.json; the largest known has 33 MB
+MOST_ADDED = 50_000  # tokens beside the vocabulary; the most known are 6,500
+# Texts on which a regular expression goes back and forth, if it ever does: many of one kind, then one of each other.
+# Processor seconds for all of them.
+PROBES = tuple(part * 100 + "!" + string.printable for part in ("a", "A", "1", " ", "\n", "é", "中", "!", "ab ", "_"))
+PROBE_S = 1.0
 
 
 class Tokenizer:
@@ -41,6 +54,7 @@ class Tokenizer:
         self._sources = dict(templates)
         self._templates: dict[str, ChatTemplate] = {}
         self._add_missing_tokens(config)
+        self._probe()
         self._specials = special_tokens(backend)
         self._streams: StreamFactory | None = None
 
@@ -49,7 +63,9 @@ class Tokenizer:
         """Read the tokenizer of a model folder or a .gguf file."""
         if path.suffix == ".gguf":
             body, config = tokenizer_files(open_gguf(path).metadata, str(path))
-            return cls(bpe_backend(body), config, chat_templates(config))
+            with _broken(path):
+                backend = bpe_backend(body)
+            return cls(backend, config, chat_templates(config))
         if not path.is_dir():
             raise ModelNotFound(f"{path} is not a model folder")
         config = read_json(path / "tokenizer_config.json", {})
@@ -76,6 +92,10 @@ class Tokenizer:
         decoder = json.dumps(json.loads(self.backend.to_str()).get("decoder") or {})
         return "byte_level" if "ByteLevel" in decoder else "byte_fallback" if "ByteFallback" in decoder else "raw"
 
+    def special_token_ids(self) -> list[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return sorted(number for number, token in added.items() if token.special)
+
     @property
     def eos_token_id(self) -> int | None:
         return self._id_of("eos_token")
@@ -89,23 +109,20 @@ class Tokenizer:
         return bool(self._sources)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
+        with _library_errors("the prompt is not valid Unicode text"):
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except TypeError as error:  # the library's error for half a surrogate pair
-            raise InvalidPrompt("the prompt is not valid Unicode text") from error
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts, faster than one by one and while other Python threads run."""
         if len(texts) == 1:
             return [self.encode(texts[0], add_special_tokens)]
-        try:
+        with _library_errors("a prompt is not valid Unicode text"):
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except TypeError as error:
-            raise InvalidPrompt("a prompt is not valid Unicode text") from error
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        with _library_errors("token ids are integers from 0"):
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         if self._streams is None:
@@ -184,20 +201,77 @@ class Tokenizer:
     def _add_missing_tokens(self, config: Json) -> None:
         """Add tokens that tokenizer_config.json declares and tokenizer.json lacks, in the order of their ids."""
         known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
-        for token in declared_tokens(config):
-            if token.content not in known:
-                known.add(token.content)
-                (self.backend.add_special_tokens if token.special else self.backend.add_tokens)([token])
+        declared = [token for token in declared_tokens(config) if token.content not in known]
+        missing = list({token.content: token for token in reversed(declared)}.values())[::-1]  # the first of each text
+        if len(known) + len(missing) > MOST_ADDED:
+            raise BrokenModel(
+                f"the tokenizer adds {len(known) + len(missing)} tokens to its vocabulary; "
+                f"at most {MOST_ADDED} are read"
+            )
+        for special, tokens in itertools.groupby(missing, lambda token: bool(token.special)):
+            (self.backend.add_special_tokens if special else self.backend.add_tokens)(list(tokens))
+
+    def _probe(self) -> None:
+        """Refuse a tokenizer whose regular expressions, or missing parts, fail on plain text."""
+        began = time.thread_time()
+        for text in PROBES:
+            try:
+                self.encode(text)
+            except InvalidPrompt as error:
+                raise BrokenModel(f"the tokenizer cannot encode {text[:4]!r}...: {error}") from error
+            if time.thread_time() - began > PROBE_S:
+                raise BrokenModel(
+                    f"the tokenizer takes more than {PROBE_S:g} s for {len(text)} characters; "
+                    "its tokenizer.json has a regular expression that goes back and forth"
+                )
 
 
 _compiled = functools.lru_cache(8)(ChatTemplate)  # a caller's template comes with every conversation
 
 
-def _read_backend(path: Path) -> Backend:
+@contextlib.contextmanager
+def _library_errors(of_type: str) -> Iterator[None]:
+    """Raise InvalidPrompt for an error of the tokenizers library in the block; `of_type`: the words for a TypeError."""
     try:
-        return Backend.from_file(str(path))
+        yield
+    except (TypeError, OverflowError) as error:  # half a surrogate pair, or a number beyond 32 bits
+        raise InvalidPrompt(of_type) from error
     except Exception as error:  # the library raises bare Exception
-        raise BrokenModel(f"{path} cannot be read: {error}") from error
+        raise InvalidPrompt(f"the model's tokenizer failed: {_first_line(error)}") from error
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise InvalidPrompt(f"the model's tokenizer failed: {_first_line(error)}") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of the library, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _read_backend(path: Path) -> Backend:
+    body = read_bytes(path, MOST_BYTES)
+    with _broken(path):
+        return Backend.from_buffer(body)
+
+
+@contextlib.contextmanager
+def _broken(source: Path) -> Iterator[None]:
+    """Raise BrokenModel for an error of the tokenizers library in the block."""
+    try:
+        yield
+    except BrokenModel:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise BrokenModel(f"{source} cannot be read: its tokenizer is damaged ({_first_line(error)})") from error
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise BrokenModel(f"{source} cannot be read: its tokenizer is damaged ({_first_line(error)})") from None
 
 
 def bpe_backend(body: Json) -> Backend:
@@ -231,4 +305,4 @@ def _templates_in(folder: Path, config: Json) -> dict[str, str]:
     templates = chat_templates(config)
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return templates | {name: read_text(file) for name, file in files.items() if file.exists()}

@@ -12,6 +12,7 @@ from paceline.files.json_fields import Json, JsonFields
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 FILE = "tokenizer_config.json"
+MOST_DIGITS = 10  # of a token's id
 TEMPLATES = "text or a list of named templates"
 
 
@@ -24,7 +25,7 @@ def declared_tokens(config: Json) -> Iterator[AddedToken]:
     """Yield the added tokens in the order of their ids, then the named ones, then further special tokens."""
     fields = JsonFields(config, FILE)
     added = fields.section("added_tokens_decoder")
-    if not all(key.isdecimal() for key in added.values):
+    if not all(key.isdecimal() and len(key) <= MOST_DIGITS for key in added.values):
         raise fields.wrong("added_tokens_decoder", "an object of tokens by id")
     for number in sorted(added.values, key=int):
         yield _added_token(added.values[number], fields)

@@ -409,7 +409,7 @@ def test_a_header_longer_than_the_first_bytes_is_read_whole(tmp_path: Path, monk
 
 
 def test_memory_of_a_tensor_is_used_again_only_when_nothing_refers_to_it(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.files.gguf.SPARE_BYTES", (1, 1 << 20))
+    monkeypatch.setattr("paceline.files.reader.SPARE_BYTES", (1, 1 << 20))
     (tmp_path / "m.gguf").write_bytes(header((b"a", 0), (b"b", 32)))
     file = GGUFFile(tmp_path / "m.gguf")
     first = torch.from_numpy(file.raw("a").reshape(4, 8))

@@ -130,7 +130,7 @@ def test_the_draft_vocabulary_is_the_answers_most_frequent_tokens():
 )
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a", "response": "b"}\n' + line)
+    path.write_text('{"prompt": "a", "response": "b"}\n' + line + "\n")
     with refused("data") as caught:
         read_examples(path)
     assert "line 2 of" in str(caught.value)

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.files.gguf import GGUFFile, import_gguf
+from paceline.files.reader import read_text
 from paceline.models.load.hf_config import parse_checkpoint
 from paceline.models.load.store import PullProgress, folder_bytes, require_space
 
@@ -77,7 +78,7 @@ def fetch_snapshot(repository: str, folder: Path, progress: PullProgress) -> dic
 def _refuse_unsupported(config: Path, repository: str) -> None:
     """Refuse an unsupported model before its weights are downloaded."""
     try:
-        raw = json.loads(config.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(config))
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{repository}/config.json on the hub is not valid JSON") from error
     if not isinstance(raw, dict):

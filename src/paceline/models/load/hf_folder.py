@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import BrokenModel, ModelNotFound
 from paceline.files.json_fields import Json, read_json
-from paceline.files.safetensors_writer import Header
+from paceline.files.reader import read_text
+from paceline.files.safetensors_reader import SafetensorsFile
 from paceline.models.quant.block_file import BLOCK_WEIGHTS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,22 +21,23 @@ ADAPTER = "adapter_config.json"
 
 
 class TensorFiles:
-    """All tensors of a folder: their headers, and their data from the mapped files on request."""
+    """All tensors of a folder: their headers, and their data from the files on request."""
 
     def __init__(self, folder: Path) -> None:
-        files = [_open(folder / shard) for shard in _shards(folder)]
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (not a mapping)
-        slices = ((name, file.get_slice(name)) for name, file in self._file_of.items())
-        self.headers = {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file in [SafetensorsFile(folder / shard) for shard in _shards(folder)]:
+            if twice := next((name for name in file.headers if name in self._file_of), None):
+                others = self._file_of[twice].path.name, file.path.name
+                raise BrokenModel(f"{folder}: tensor {twice} is in {others[0]} and in {others[1]}; download it again")
+            self._file_of |= dict.fromkeys(file.headers, file)
+        self.headers = {name: file.headers[name] for name, file in self._file_of.items()}
 
     def block_kind(self, name: str) -> str | None:
         """Return the kind of blocks that a tensor of bytes holds (`block_file`)."""
-        kind: str | None = (self._file_of[name].metadata() or {}).get(name)
-        return kind
+        return self._file_of[name].metadata.get(name)
 
     def read(self, name: str) -> Tensor:
-        data: Tensor = self._file_of[name].get_tensor(name)
-        return data
+        return self._file_of[name].read(name)
 
 
 def read_model_json(path: Path) -> Json:
@@ -85,18 +85,7 @@ def _instead(folder: Path) -> str:
 
 def _base_of(adapter: Path) -> str:
     try:
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        base = json.loads(read_text(adapter)).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError, BrokenModel):
         base = None
     return f" of {base}" if isinstance(base, str) and base else ""
-
-
-def _open(path: Path) -> Any:
-    try:
-        path.open("rb").close()  # safe_open calls a file missing that may not be read
-    except OSError as error:
-        raise BrokenModel(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise BrokenModel(f"{path} is truncated or damaged ({error}); download it again") from error

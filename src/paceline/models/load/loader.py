@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import BrokenModel, ModelNotFound
+from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, short_repr
 from paceline.files.gguf import GGUFFile, open_gguf
 from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
 from paceline.models.load.hf_config import parse_checkpoint, token_ids
@@ -24,6 +24,7 @@ from paceline.models.load.quantized_tensors import UNUSED, CodedWeight, find_cod
 from paceline.models.quant.block_file import block_shape, checked_blocks
 from paceline.models.spec import ModelConfig
 from paceline.models.weights import StoredWeight, WeightKind
+from paceline.sampling_params import SamplingParams
 
 FLOATS = {
     "F32": WeightKind.FLOAT32,
@@ -32,6 +33,7 @@ FLOATS = {
     "F64": WeightKind.FLOAT64,
 }
 REDUNDANT = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.masked_bias", "attn.bias")
+MOST_NUMBER = 1e9  # beyond it a sampling parameter is a mistake of the file
 NUMERIC_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Shape = tuple[int, ...]
@@ -92,8 +94,8 @@ def load_config(path: Path) -> ModelConfig:
     for token in config.eos_token_ids:
         if not isinstance(token, int) or not 0 <= token < config.vocab_size:
             raise BrokenModel(
-                f"{source}: the end-of-text id {token!r} is not one of the vocabulary's {config.vocab_size} tokens; "
-                "correct eos_token_id"
+                f"{source}: the end-of-text id {short_repr(token)} is not one of the vocabulary's "
+                f"{config.vocab_size} tokens; correct eos_token_id"
             )
     return config
 
@@ -114,13 +116,18 @@ def load_generation_defaults(path: Path) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for key in NUMERIC_DEFAULTS:
         if raw.get(key) is not None:
-            if not isinstance(raw[key], (int, float)) or isinstance(raw[key], bool):
-                raise BrokenModel(f"{file}: {key} must be a number, found {raw[key]!r}")
+            if isinstance(raw[key], bool) or not isinstance(raw[key], (int, float)) or not abs(raw[key]) < MOST_NUMBER:
+                raise BrokenModel(f"{file}: {key} must be a number, found {short_repr(raw[key])}; correct the file")
             defaults[key] = raw[key]
     if raw.get("do_sample") is not None:
         if not isinstance(raw["do_sample"], bool):
-            raise BrokenModel(f"{file}: do_sample must be true or false, found {raw['do_sample']!r}")
+            raise BrokenModel(f"{file}: do_sample must be true or false, found {short_repr(raw['do_sample'])}")
         defaults["do_sample"] = raw["do_sample"]
+    try:
+        for params in (SamplingParams(), SamplingParams(temperature=1.0)):  # a greedy one leaves filters out
+            params.resolve(defaults)
+    except InvalidParameter as error:
+        raise BrokenModel(f"{file}: {error}; correct the file") from error
     if eos := token_ids(raw, "eos_token_id", str(file)):
         defaults["eos_token_id"] = list(eos)
     return defaults

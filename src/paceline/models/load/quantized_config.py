@@ -8,17 +8,18 @@ note says that they are not rounded.
 from __future__ import annotations
 
 import enum
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import BrokenModel, UnsupportedModel, short_repr
 from paceline.files.json_fields import Json, JsonFields
+from paceline.files.patterns import WrongPattern, compiled
 
 KEYS = ("quantization_config", "compression_config")  # the second is the older spelling of compressed-tensors
 INSTEAD = "take the unquantised model, a GGUF file, or a checkpoint of another method (W4A16, FP8, AWQ, GPTQ)"
 NOT_ROUNDED = "activations are not rounded to {}, as the checkpoint's config asks: only its weights are"
 EXPANDED = "weights with a scale for each block of rows and columns ({} x {}) are expanded at load"
+MOST_NAMES, MOST_PATTERNS = 20_000, 64  # names of layers in a list, and patterns, each of which is tried on each layer
 CACHE_NOTE = "the checkpoint's scales for an fp8 cache are not used"
 
 
@@ -68,7 +69,7 @@ LINEAR, PATTERN = "Linear", "re:"
 
 def _matches(target: str, layer: str) -> bool:
     if target.startswith(PATTERN):
-        return re.match(target.removeprefix(PATTERN), layer) is not None
+        return compiled(target.removeprefix(PATTERN))(layer)
     return target in (layer, LINEAR)
 
 
@@ -83,6 +84,7 @@ def parse_quantization(raw: Json, source: str) -> Quantization | None:
     method = values.get("quant_method", "compressed-tensors" if "config_groups" in values else None)
     if not isinstance(method, str) or method not in METHODS:
         raise fields.refused("quant_method", f"known are {', '.join(METHODS)}")
+    fields.names("modules_to_not_convert")  # what is converted is told by the tensors; here its type is checked
     return METHODS[method](fields)
 
 
@@ -112,11 +114,16 @@ class QuantizationFields(JsonFields):
     def patterns(self, key: str) -> tuple[str, ...]:
         """Return the names of layers; those that begin with `re:` are regular expressions."""
         names = self.names(key)
-        for name in names:
+        patterns = [name for name in names if name.startswith(PATTERN)]
+        if len(names) > MOST_NAMES or len(patterns) > MOST_PATTERNS:
+            raise self.wrong(key, f"a list of at most {MOST_NAMES} names, {MOST_PATTERNS} of them patterns")
+        for name in patterns:
             try:
-                re.compile(name.removeprefix(PATTERN) if name.startswith(PATTERN) else "")
-            except re.error as error:
-                raise BrokenModel(f"{self.source}: {key}: {short_repr(name)} is not a regular expression") from error
+                compiled(name.removeprefix(PATTERN))
+            except WrongPattern as error:
+                raise BrokenModel(
+                    f"{self.source}: {key}: {short_repr(name)} is not a regular expression that is read: {error}"
+                ) from error
         return names
 
     def section(self, key: str) -> QuantizationFields:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidParameter, PacelineError
-from paceline.files.prompt_files import numbered_lines, read_file, read_object, some_text
+from paceline.files.prompt_files import numbered_lines, read_file, read_object, some_text, without_torn_line
 from paceline.text.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
@@ -47,7 +47,8 @@ class Example:
 def read_examples(path: Path) -> list[Example]:
     content, jsonl = read_file(path, "data")
     if jsonl:
-        examples = [_example(line, f"line {number} of {path}") for number, line in numbered_lines(content)]
+        lines = numbered_lines(without_torn_line(path, content))
+        examples = [_example(line, f"line {number} of {path}") for number, line in lines]
     else:
         parts = [part.strip() for part in re.split(r"\n\s*\n", content)]
         examples = [Example((), part, f"{path}") for part in parts if part]
