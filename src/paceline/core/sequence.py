@@ -11,7 +11,7 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -20,6 +20,15 @@ TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
 
 if TYPE_CHECKING:
     from paceline.text.grammar import Matcher
+
+
+class Owner(NamedTuple):
+    """Whose request it is. Requests of one `domain` share what earlier ones left behind: blocks of prompts, past
+    answers. Requests of one `client` share their turns with those of other clients."""
+
+    domain: str = ""
+    client: str = ""
+    lasts: bool = True  # False: no later request has this domain
 
 
 class Status(enum.Enum):
@@ -40,8 +49,9 @@ class Sequence:
         bad_words: SequenceOf[SequenceOf[int]] = (),
         eos: frozenset[int] = frozenset(),
         wait_group: str | None = None,
+        owner: Owner = Owner(),  # noqa: B008  (immutable)
     ) -> None:
-        self.request_id = request_id
+        self.request_id, self.owner = request_id, owner
         # Answers of one wait group are waited for together by their caller.
         self.wait_group = request_id if wait_group is None else wait_group
         self.index = index  # index among the request's n answers
@@ -112,9 +122,14 @@ class Sequence:
         return self.status is Status.FINISHED
 
 
+def root_hash(domain: str) -> bytes:
+    """Return the parent of a domain's first blocks: equal tokens of two domains have different hashes."""
+    return hashlib.blake2b(domain.encode(), digest_size=16, person=b"paceline domain").digest()
+
+
 def block_hash(parent: bytes, tokens: SequenceOf[int]) -> bytes:
-    """Return the identity of a cache block: its tokens and all before them. Cryptographic: a collision would be a wrong
-    answer."""
+    """Return the identity of a cache block: its domain, its tokens and all before them. Cryptographic: a collision would
+    be a wrong answer, or another domain's text."""
     digest = hashlib.blake2b(parent, digest_size=16)
     digest.update(array("i", tokens).tobytes())
     return digest.digest()

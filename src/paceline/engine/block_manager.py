@@ -2,7 +2,7 @@
 the slots of positions from block ids.
 
 A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every
-slot is committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while
+slot is committed is published under a hash of its domain and all tokens up to its end, and can be shared; it keeps its contents while
 free, until it is handed out again. Shared blocks are never written.
 
 Each block carries marks: the drafters whose own K/V in it are complete. Drafters store K/V of the pair (hidden state
@@ -18,10 +18,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from paceline.core.sequence import Sequence, block_hash
+from paceline.core.sequence import Sequence, block_hash, root_hash
 from paceline.engine.batch import Ints, Tables
 
-ROOT = b"paceline"
 Reserved = Mapping[str, int]  # sequence key -> end of the slots that a launched step or an early draft writes
 NONE_RESERVED: Reserved = {}
 
@@ -85,7 +84,7 @@ class BlockManager:
         prefix: list[int] = []
         if not self.prefix_caching:
             return prefix
-        parent, size = ROOT, self.block_size
+        parent, size = root_hash(sequence.owner.domain), self.block_size
         for start in range(0, len(sequence.tokens) - size, size):
             parent = block_hash(parent, sequence.tokens[start : start + size])
             block = self._published.get(parent)
@@ -114,7 +113,7 @@ class BlockManager:
             return
         chain, size = self._chain.setdefault(sequence.key, []), self.block_size
         for index in range(len(chain), sequence.num_computed // size):
-            parent = chain[-1] if chain else ROOT
+            parent = chain[-1] if chain else root_hash(sequence.owner.domain)
             chain.append(block_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
             block = sequence.blocks[index]
             if chain[-1] not in self._published:  # else a twin was published first and this block stays private

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.config import EngineConfig
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Owner, Sequence
 from paceline.drafters import Drafter
 from paceline.engine.admission import Admission, EngineTokenizer, context_length
 from paceline.engine.batch import EngineStats, StepResult
@@ -202,6 +202,7 @@ class Engine:
         params: SamplingParams,
         wait_group: str | None = None,
         grammar: Any = None,
+        owner: Owner = Owner(),  # noqa: B008  (immutable)
     ) -> list[Sequence]:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
 
@@ -213,7 +214,7 @@ class Engine:
         waiting = len(self.scheduler.waiting)
         if waiting and waiting + params.n > self.config.max_waiting:
             raise QueueFull(f"{waiting} requests wait and max_waiting is {self.config.max_waiting}; try again later")
-        sequences = self.admission.sequences(request_id, prompt, params, wait_group, grammar)
+        sequences = self.admission.sequences(request_id, prompt, params, wait_group, grammar, owner)
         self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)

@@ -116,7 +116,7 @@ class EngineLoop:
             if self._died is not None:
                 raise _fresh(self._died)
             sequences = self.engine.add_request(
-                request_id, request.prompt, request.params, request.wait_group, request.grammar
+                request_id, request.prompt, request.params, request.wait_group, request.grammar, request.owner
             )
         except QueueFull as full:
             if request.may_wait:
