@@ -128,8 +128,8 @@ def root_hash(domain: str) -> bytes:
 
 
 def block_hash(parent: bytes, tokens: SequenceOf[int]) -> bytes:
-    """Return the identity of a cache block: its domain, its tokens and all before them. Cryptographic: a collision would
-    be a wrong answer, or another domain's text."""
+    """Return the identity of a cache block: its domain, its tokens and all before them. Cryptographic: a collision
+    would be a wrong answer, or a leak from another domain."""
     digest = hashlib.blake2b(parent, digest_size=16)
     digest.update(array("i", tokens).tobytes())
     return digest.digest()

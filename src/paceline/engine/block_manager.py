@@ -2,8 +2,8 @@
 the slots of positions from block ids.
 
 A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every
-slot is committed is published under a hash of its domain and all tokens up to its end, and can be shared; it keeps its contents while
-free, until it is handed out again. Shared blocks are never written.
+slot is committed is published under a hash of its domain and all tokens up to its end, and can be shared; it keeps its
+contents while free, until it is handed out again. Shared blocks are never written.
 
 Each block carries marks: the drafters whose own K/V in it are complete. Drafters store K/V of the pair (hidden state
 of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.

@@ -42,7 +42,7 @@ from paceline.server.capture import Capture
 from paceline.server.errors import Forbidden, body_of, from_http, from_validation
 from paceline.server.gate import RequestGuard, error_response
 from paceline.server.metrics import Metrics
-from paceline.server.process.client import EngineClient
+from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.state import AppState, ServerSettings
 from paceline.text.tokenizer import Tokenizer
 
@@ -174,12 +174,15 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
     async def completions_route(body: CompletionRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        prompts = [await state.encode(prompt) for prompt in body.prompts()]
+        prompts, group = [await state.encode(prompt) for prompt in body.prompts()], new_request_id("group")
         async with contextlib.AsyncExitStack() as running:
             generations = []
             for prompt in prompts:
                 text = functools.partial(_keep_text, state.tokenizer, prompt.tokens)
-                generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl", keep=text))
+                asked = state.start(
+                    request, prompt, params, body, streamed=streamed, prefix="cmpl", group=group, keep=text
+                )
+                generations.append(await asked)
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
@@ -197,7 +200,9 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
             prompt = await state.encode_chat(conversation, variables)
             # Variables of the template are part of the prompt, but not of the messages that would be captured.
             keep = None if variables else functools.partial(Capture.chat, messages=conversation)
-            generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
+            generation = await state.start(
+                request, prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep
+            )
             if streamed:
                 return EventStream(chat.chunks(generation, body, state.name), [generation])
             output = await _whole(request, generation)
@@ -210,7 +215,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
         conversation = body.conversation()
         prompt = await state.encode_chat(conversation)
         keep = functools.partial(Capture.chat, messages=conversation)
-        generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
+        generation = await state.start(request, prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
         if streamed:
             return EventStream(responses.events(generation, body, state.name), [generation], named=True)
         output = await _whole(request, generation)
@@ -303,8 +308,8 @@ def on_drift(client: EngineClient, method: str, rate: float) -> None:
     client.relearn(method)
 
 
-def _keep_text(tokenizer: Tokenizer, prompt: list[int], capture: Capture, answer: str) -> None:
-    capture.text(tokenizer.decode(prompt), answer)
+def _keep_text(tokenizer: Tokenizer, prompt: list[int], capture: Capture, answer: str, domain: str) -> None:
+    capture.text(tokenizer.decode(prompt), answer, domain)
 
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -273,14 +273,14 @@ def test_memory_stays_within_its_bound_and_the_oldest_answers_go_first():
 
 def test_the_domain_used_least_recently_goes_first():
     noise = random.Random(1)
-    drafter = make_suffix(vocab_size=49152, suffix_bytes=1 << 20)
+    drafter = make_suffix(vocab_size=49152, suffix_bytes=614_400)
     texts = {name: [noise.randrange(49152) for _ in range(3_000)] for name in "abcdef"}
     for name in "abcd":
         answer(drafter, texts[name], domain=name)
     assert propose(drafter, sequence_of(texts["a"][:9], request_id="x", domain="a"), 2)[0] == texts["a"][9:11]
     for name in "ef":
         answer(drafter, texts[name], domain=name)
-        assert drafter.nbytes <= 1 << 20
+        assert drafter.nbytes <= 614_400
     left = [name for name in "abcdef" if kept(drafter, name)]
     assert {"a", "e", "f"} <= {*left}
     assert "b" not in left

@@ -126,7 +126,10 @@ class NativeLookup:
 
     @classmethod
     def by_suffix(cls, library: Library, memory: Memory[NativeIndex], store: SuffixStore) -> NativeLookup:
-        corpus, weights = store.corpus, WeightsView(HIT_RATE, THRESHOLD, STORE_WEIGHT, SUBSTITUTED, INSERTED, LEVEL_STEPS)
+        corpus, weights = (
+            store.corpus,
+            WeightsView(HIT_RATE, THRESHOLD, STORE_WEIGHT, SUBSTITUTED, INSERTED, LEVEL_STEPS),
+        )
         assert corpus is None or isinstance(corpus, NativeIndex)
         rule = RuleView(corpus=None if corpus is None else corpus.address, weights=ctypes.addressof(weights))
         return cls(library, memory, rule, (corpus, weights))

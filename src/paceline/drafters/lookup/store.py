@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -170,7 +171,8 @@ class SuffixStore:
         }
 
     def _read(self, path: Path) -> list[tuple[str, Ints]]:
-        """Return the stored tokens of each domain, or raise ValueError with the reason. Files of another kind are not overwritten."""
+        """Return the stored tokens of each domain, or raise ValueError with the reason. Files of another kind
+        are not overwritten."""
         self._may_write = False
         if not path.is_file():
             raise ValueError("not a regular file, left as it is")
@@ -198,7 +200,7 @@ class SuffixStore:
         return [(domain, tokens[ends[at] : ends[at + 1]]) for at, (domain, _) in enumerate(domains)]
 
 
-def _are_lengths(domains: object) -> bool:
+def _are_lengths(domains: object) -> TypeGuard[list[list[Any]]]:
     """Return whether these are pairs of a domain and a number of tokens."""
     return isinstance(domains, list) and all(
         isinstance(each, list)

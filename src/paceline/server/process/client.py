@@ -19,7 +19,6 @@ from typing import Any
 from paceline.engine.events import Accepted, Cancel, Delta, Ended, Event, Failed, Request, Submit
 from paceline.errors import EngineDied, PacelineError
 from paceline.models.load.hub import resolve
-from paceline.sampling_params import SamplingParams
 from paceline.server.process.engine_process import EngineProcess
 from paceline.server.process.messages import EngineSettings, Gauges, Relearn, WorkerCommand, WorkerEvent
 
@@ -62,11 +61,11 @@ class EngineClient:
         """Start the engine and wait until the model is loaded; raise PacelineError if it cannot be."""
         await self._launch(self.settings)
 
-    def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> RequestInbox:
+    def submit(self, request: Request) -> RequestInbox:
         if self.down is not None or self._process is None:
             raise EngineDied(self.down or "the engine is not running")
-        self._process.send(Submit([Request(request_id, prompt, params, streamed=streamed)]))
-        inbox = self._inboxes[request_id] = RequestInbox(request_id, self._process)
+        self._process.send(Submit([request]))
+        inbox = self._inboxes[request.request_id] = RequestInbox(request.request_id, self._process)
         return inbox
 
     def cancel(self, request_id: str) -> None:

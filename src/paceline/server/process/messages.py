@@ -15,6 +15,7 @@ import msgspec
 
 from paceline import errors
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.core.sequence import Owner
 from paceline.engine.events import Accepted, Cancel, Delta, Ended, Event, Failed, FinishedAnswer, Request, Submit
 from paceline.errors import InvalidParameter, PacelineError, RequestFailed
 from paceline.outputs import SpeculationStats
@@ -82,7 +83,8 @@ def encode_command(command: WorkerCommand) -> bytes:
     """Encode one command, which `join_commands` makes part of a message."""
     match command:
         case Submit([request]):
-            return _encode((0, request.request_id, request.prompt, request.params, request.streamed))
+            fields = request.request_id, request.prompt, request.params, request.wait_group, request.streamed
+            return _encode((0, *fields, request.owner))
         case Cancel(request_ids):
             return _encode((1, request_ids))
         case Relearn(method):
@@ -98,8 +100,11 @@ def decode_commands(message: bytes) -> list[WorkerCommand]:
     return [_COMMANDS[code](*fields) for code, *fields in _decode(message)]
 
 
-def _submit(request_id: str, prompt: list[int], params: dict[str, Any], streamed: bool) -> Submit:
-    return Submit([Request(request_id, prompt, SamplingParams(**params), streamed=streamed)])
+def _submit(
+    request_id: str, prompt: list[int], params: dict[str, Any], group: str | None, streamed: bool, owner: list[Any]
+) -> Submit:
+    whose = Owner(*owner)
+    return Submit([Request(request_id, prompt, SamplingParams(**params), group, streamed=streamed, owner=whose)])
 
 
 _COMMANDS: tuple[Callable[..., WorkerCommand], ...] = (_submit, Cancel, Relearn)
