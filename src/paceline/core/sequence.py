@@ -78,6 +78,7 @@ class Sequence:
         self.req_index = -1  # row of the block manager's tables that has the block ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
+        self.tag = 0.0  # place among the sequences of its client (`core.fair_queue`)
         self.text = ""  # visible output, decoded where the request has stop strings
         self.stats = SpeculationStats()
         # Per output token: token id -> (logprob, rank) of the chosen token and of the most likely ones.

@@ -97,6 +97,10 @@ class BlockManager:
         """Return the free blocks left once `prefix` is taken: its unreferenced blocks are in the free list."""
         return len(self._free) - sum(self._references[block] == 0 for block in prefix)
 
+    def num_unshared(self, sequence: Sequence) -> int:
+        """Return the blocks that are free once the sequence has left."""
+        return sum([self._references[block] == 1 for block in sequence.blocks])
+
     def take_prefix(self, sequence: Sequence, prefix: list[int]) -> None:
         assert not sequence.blocks
         for block in prefix:

@@ -40,6 +40,7 @@ from paceline.platform.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 
 log = logging.getLogger("paceline")
+FULL_QUEUES = 16  # clients whose queues may be full at a time, which bounds memory
 OBJECTS_A_ROW = 8  # objects, about; those of a row that a step makes and the next step drops
 
 
@@ -113,7 +114,7 @@ class Engine:
             if result is None:
                 return self._with_failed(StepResult())
             if ahead is None and self.runs_ahead and self.scheduler.has_spare_blocks:
-                ahead = self._launch()  # read, then launch; on a CPU the next call of `step` launches
+                ahead = self._launch(unpublished=True)  # read, then launch; on a CPU the next call of `step` launches
             self._in_flight = ahead
             # A stop string found now ends a row of the step ahead.
             self.committer.publish(flight, result, self._reserved if ahead is None else ahead.batch.reserved)
@@ -129,9 +130,9 @@ class Engine:
         self.clock.start_behind(flight)
         return flight
 
-    def _launch(self) -> InFlightStep | None:
+    def _launch(self, *, unpublished: bool = False) -> InFlightStep | None:
         """Launch a step whose tokens are all known: decodes with their drafts, prompt chunks, newcomers."""
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(unpublished=unpublished)
         if not len(batch):
             return None
         try:
@@ -211,9 +212,11 @@ class Engine:
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
-        waiting = len(self.scheduler.waiting)
-        if waiting and waiting + params.n > self.config.max_waiting:
-            raise QueueFull(f"{waiting} requests wait and max_waiting is {self.config.max_waiting}; try again later")
+        waiting, most = self.scheduler.waiting.num_of(owner.client), self.config.max_waiting
+        if waiting and waiting + params.n > most:
+            raise QueueFull(f"{waiting} answers wait and max_waiting is {most}; try again later")
+        if len(self.scheduler.waiting) + params.n > FULL_QUEUES * most:
+            raise QueueFull(f"the queues of {FULL_QUEUES} clients are full; try again later")
         sequences = self.admission.sequences(request_id, prompt, params, wait_group, grammar, owner)
         self._requests[request_id] = list(sequences)
         for sequence in sequences:

@@ -172,7 +172,8 @@ class EngineLoop:
         """Fail the requests that took part in a step that raised; waiting requests are kept."""
         log.debug("a step failed", exc_info=problem)
         scheduler = self.engine.scheduler
-        part = scheduler.running or scheduler.waiting[:1]  # the one to be admitted, where none ran
+        head = scheduler.waiting.head()
+        part = scheduler.running or ([] if head is None else [head])  # the one to be admitted, where none ran
         for request_id in dict.fromkeys(sequence.request_id for sequence in part):
             self._cancel_failed(request_id, problem)
 

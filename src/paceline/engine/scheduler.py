@@ -1,6 +1,8 @@
 """The rows of the next step, the sequences that wait, and those that are preempted.
 
-Order of arrival decides admission, blocks and preemption (the youngest first). The oldest sequence is never preempted
+`FairQueue` decides whose prompt is computed next, and who begins. A sequence begins where there is a place and blocks;
+where there are none it displaces a sequence of a client, or a request, that holds more than it would itself. Where
+blocks run short, a sequence of the client with the most blocks is preempted. The oldest sequence is never preempted
 while another runs, and one sequence always fits, so all finish. Preemption forgets computed K/V, never tokens.
 
 A step is scheduled in one of two ways. `schedule` knows all committed tokens. `schedule_ahead` follows a plain step
@@ -11,13 +13,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 import numpy as np
 
 from paceline.config import MAX_K, EngineConfig
+from paceline.core.fair_queue import FairQueue
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager, Reserved
@@ -58,16 +61,18 @@ class Scheduler:
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
         self._arrival: dict[str, int] = {}
-        self.waiting: list[Sequence] = []  # both lists in order of arrival
-        self.running: list[Sequence] = []
+        self.waiting = FairQueue()
+        self.running: list[Sequence] = []  # in order of arrival
         self._rows: dict[str, Row] = {}  # rows of the step being scheduled, by sequence key
         self._num_tokens = self._num_drafted = 0  # in these rows
         self._changes = 0  # sequences that joined or left since the start
+        self._was_short = False  # a row of the step being scheduled had to preempt another
+        self._displacing: tuple[int, str, bool] = 0, "", False  # `_changes`, key of the head, and `_can_displace` then
         self._looking: dict[str, Sequence] = {}  # running sequences whose next token may need the host
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -80,23 +85,22 @@ class Scheduler:
     def sequences(self) -> Iterator[Sequence]:
         return itertools.chain(self.running, self.waiting)
 
-    def schedule(self) -> Batch:
-        """Schedule decodes first, so that no long prompt delays them; then prompts, oldest first, with the rest."""
+    def schedule(self, *, unpublished: bool = False) -> Batch:
+        """Schedule decodes first, so that no long prompt delays them; then prompts, in the order of turns, with the
+        rest. `unpublished`: the step before is not published yet, so no sequence may be displaced."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
             if sequence.finish_reason is None:  # else it leaves once the step that ended it is published
                 (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
         plans = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
-        self._rows, self._num_tokens, self._num_drafted = {}, 0, 0
+        self._rows, self._num_tokens, self._num_drafted, self._was_short = {}, 0, 0, False
         promised = len(decodes)
         for sequence, plan in zip(decodes, plans, strict=True):
             promised -= 1
             self._continue(sequence, promised, plan)
-        for sequence in prompts:
-            self._continue(sequence)
-        if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
-            self._admit()  # not in a step that had to preempt: the newcomer would be next
+        self.waiting.charge_all(decodes, [1] * len(decodes))
+        self._compute_prompts(prompts, may_displace=not unpublished)
         rows, size = list(self._rows.values()), self.blocks.block_size
         filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
         return self._end(Batch.of(rows), filled, max([len(row.sequence.blocks) for row in rows], default=0))
@@ -110,6 +114,8 @@ class Scheduler:
         row in `batch`, and where blocks are short: only `schedule` preempts.
         """
         if batch.num_drafted or any(sequence.looks_back for sequence in self._looking.values()):
+            return None
+        if self.waiting and (self._can_displace() if not self.has_place else self._comes_first(batch)):
             return None
         ahead = self._continued(batch)
         if ahead is None:
@@ -127,8 +133,9 @@ class Scheduler:
             self.policy.skip_plan(decoding, offers)
         for sequence, end in growing:
             self.blocks.allocate(sequence, end)
-        self._rows, self._num_tokens, self._num_drafted = {}, ahead.num_tokens, 0
-        self._admit()
+        self._rows, self._num_tokens, self._num_drafted, self._was_short = {}, ahead.num_tokens, 0, False
+        self.waiting.charge_all(ahead.sequences, ahead.count.tolist())
+        self._compute_prompts([], may_displace=False)
         if self._rows:
             ahead = ahead.joined(Batch.of(list(self._rows.values())))
         size = self.blocks.block_size
@@ -194,7 +201,9 @@ class Scheduler:
     def has_spare_blocks(self) -> bool:
         """Return whether the next step may be scheduled before the last one is published: no waiting sequence could
         take the place of one that ends there, and there are blocks for all without preemption."""
-        if self.waiting and (self.has_place or any(sequence.finish_reason is not None for sequence in self.running)):
+        if self.waiting and (self.has_place or self._can_displace()):
+            return False
+        if self.waiting and any(sequence.finish_reason is not None for sequence in self.running):
             return False
         tokens = sum([len(sequence.tokens) - sequence.num_computed for sequence in self.running])
         return SPARE_BLOCKS * len(self.running) + tokens // self.blocks.block_size <= self.blocks.num_free
@@ -202,10 +211,11 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whether it runs, waits or is cancelled; its blocks are free when this returns."""
         if sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.status is not Status.FINISHED:  # also one that waits: it may have run before it was preempted
             self._leave(sequence)
+            self.waiting.finished(sequence)
         self._arrival.pop(sequence.key, None)
         sequence.status = Status.FINISHED
 
@@ -227,7 +237,7 @@ class Scheduler:
         return batch
 
     def _continue(self, sequence: Sequence, promised: int = 0, plan: DraftPlan = NO_DRAFT) -> None:
-        """Schedule a row, preempting the youngest; keep `promised` tokens, and blocks, for other decodes."""
+        """Schedule a row, preempting where blocks are short; keep `promised` tokens, and blocks, for other decodes."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         length, first, nodes = len(sequence.tokens), sequence.num_computed, plan.max_nodes
@@ -245,7 +255,7 @@ class Scheduler:
             if nodes and self.blocks.missing(sequence, last) + promised > self.blocks.num_free:  # others may need one
                 nodes, last = 0, end  # a draft never preempts
             while self.blocks.missing(sequence, end) > self.blocks.num_free:
-                victim = self.running[-1]
+                self._was_short, victim = True, self._with_most_blocks()
                 self._preempt(victim)
                 if victim is sequence:
                     return
@@ -262,21 +272,95 @@ class Scheduler:
     def _slots_behind(self, method: str, nodes: int) -> int:
         return max(nodes, self._scratch_slots.get(method, 0))
 
-    def _admit(self) -> None:
-        while self.waiting and self.has_place:
-            sequence = self.waiting[0]
-            if self._num_tokens >= self._most_tokens or self._waits_for_sibling(sequence):
+    def _compute_prompts(self, prompts: list[Sequence], *, may_displace: bool) -> None:
+        """Give the step's other tokens to prompts in the order of turns: `prompts`, which run, and those that wait."""
+        passed = set[str]()
+        under_way, may_begin = sorted(prompts, key=self.waiting.turn, reverse=True), True
+        while self._num_tokens < self._most_tokens:
+            # None begins in a step that had to preempt: it would be preempted next.
+            newcomer = self.waiting.head(passed) if may_begin and not self._was_short else None
+            if newcomer is None and not under_way:
                 return
-            prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
-            # Blocks for all its tokens, so that it is not preempted at once; alone it always fits.
-            needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
-            if needed > self.blocks.num_free_after(prefix):
-                return
-            self.waiting.pop(0)
-            self._start(sequence, prefix)
-            self._continue(sequence)
-            for listener in self._listeners:
-                listener.joined(sequence)
+            if newcomer is None or (under_way and not self.waiting.precedes(newcomer, under_way[-1])):
+                self._charge(under_way.pop())
+            elif self._waits_for_sibling(newcomer):
+                passed.add(newcomer.request_id)
+            else:  # none behind one that lacks blocks begins: it would take them for ever
+                may_begin = self._begin(newcomer, may_displace)
+
+    def _begin(self, sequence: Sequence, may_displace: bool) -> bool:
+        """Admit a sequence that waits and schedule its row, or return False."""
+        prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
+        # Blocks for all its tokens, so that it is not preempted at once; alone it always fits.
+        needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
+        missing = needed - self.blocks.num_free_after(prefix)
+        if missing > 0 or not self.has_place:
+            victims = self._victims(sequence, needed, missing) if may_displace else []
+            if not victims:
+                return False
+            for victim in victims:
+                self._preempt(victim)
+            return self._begin(sequence, may_displace=False)
+        self.waiting.take(sequence)
+        self._start(sequence, prefix)
+        self._charge(sequence)
+        for listener in self._listeners:
+            listener.joined(sequence)
+        return True
+
+    def _charge(self, sequence: Sequence) -> None:
+        """Schedule a part of a prompt, and charge its client."""
+        self._continue(sequence)
+        row = self._rows.get(sequence.key)
+        if row is not None:
+            self.waiting.charge(sequence.owner.client, row.count)
+
+    def _victims(self, newcomer: Sequence, needed: int, missing: int) -> list[Sequence]:
+        """Return sequences whose places and blocks a newcomer takes; none: it has to wait.
+
+        `needed`, `missing`: blocks that it takes, and those that are not free. Clients are compared by the places that
+        they hold, and by blocks where these are missing; then requests of its own client. One loses only what leaves it
+        as much as the newcomer's would have, so that no two displace each other in turn.
+        """
+        lacks_place, victims = not self.has_place, list[Sequence]()
+        left = [one for one in self.running[1:] if one.finish_reason is None]
+        while lacks_place or missing > 0:
+            size = _place if lacks_place else _num_blocks
+            victim = _with_most(newcomer, left, size, 1 if lacks_place else needed)
+            if victim is None and lacks_place:  # each has one place: a long request makes way for a much shorter one
+                last = max((one for one in left if one.owner.client == newcomer.owner.client), key=_tag, default=None)
+                if last is not None and last.tag > newcomer.tag + newcomer.max_len:
+                    victim = last
+            if victim is None:
+                return []
+            left.remove(victim)
+            victims.append(victim)
+            lacks_place, missing = False, missing - self.blocks.num_unshared(victim)
+        return victims
+
+    def _can_displace(self) -> bool:
+        """Return whether the first sequence that waits, for want of a place, would take another's."""
+        head = self.waiting.head()
+        key = "" if head is None else head.key
+        if self._displacing[:2] != (self._changes, key):
+            self._displacing = self._changes, key, head is not None and bool(self._victims(head, 0, 0))
+        return self._displacing[2]
+
+    def _comes_first(self, batch: Batch) -> bool:
+        """Return whether a sequence that waits has its turn before a prompt of the batch that is not complete."""
+        head = self.waiting.head()
+        if head is None or batch.all_sample:
+            return False
+        under_way = [batch.sequences[row] for row in np.flatnonzero(~batch.samples)]
+        running = [one for one in under_way if one.status is Status.RUNNING]
+        return bool(running) and self.waiting.precedes(head, min(running, key=self.waiting.turn))
+
+    def _with_most_blocks(self) -> Sequence:
+        """Return the sequence to preempt: of the client with the most blocks the last in its order."""
+        others = self.running[1:] or self.running
+        blocks = _sums(others, _client, _num_blocks)
+        most = max(blocks.values())
+        return max((one for one in others if blocks[one.owner.client] == most), key=_tag)
 
     def _start(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.take_prefix(sequence, prefix)
@@ -315,4 +399,47 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.num_computed = sequence.num_cached = 0
         sequence.num_preemptions += 1
-        bisect.insort(self.waiting, sequence, key=lambda s: self._arrival[s.key])
+        self.waiting.put_back(sequence)
+
+
+def _client(sequence: Sequence) -> str:
+    return sequence.owner.client
+
+
+def _request(sequence: Sequence) -> str:
+    return sequence.wait_group
+
+
+def _tag(sequence: Sequence) -> float:
+    return sequence.tag
+
+
+def _place(sequence: Sequence) -> int:
+    return 1
+
+
+def _num_blocks(sequence: Sequence) -> int:
+    return len(sequence.blocks)
+
+
+def _sums(
+    sequences: SequenceOf[Sequence], name_of: Callable[[Sequence], str], size: Callable[[Sequence], int]
+) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for sequence in sequences:
+        sums[name_of(sequence)] = sums.get(name_of(sequence), 0) + size(sequence)
+    return sums
+
+
+def _with_most(
+    newcomer: Sequence, running: list[Sequence], size: Callable[[Sequence], int], needed: int
+) -> Sequence | None:
+    """Return the last sequence of the client, or else of the request of the newcomer's own client, that holds the most,
+    and more than the newcomer's would with `needed` more."""
+    for name_of in (_client, _request):
+        sums = _sums(running, name_of, size)
+        most = max(sums, key=sums.__getitem__, default="")
+        if sums and sums[most] > sums.get(name_of(newcomer), 0) + needed:
+            return max((one for one in running if name_of(one) == most), key=_tag)
+        running = [one for one in running if one.owner.client == newcomer.owner.client]
+    return None
