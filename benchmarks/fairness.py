@@ -114,7 +114,7 @@ class Simulation:
 
 
 def bound(sequence: Sequence, wait: Wait) -> int:
-    """Return the most tokens of its client for which a sequence waits, by `core/fair_queue`, its own prompt included."""
+    """Return the most tokens of its client before its first one, by `core/fair_queue`, its own prompt included."""
     return wait.unfinished * wait.place * sequence.max_len + 2 * PLACES * CONTEXT + sequence.num_prompt
 
 

@@ -9,11 +9,11 @@ is charged, where R requests of it are unfinished: at that pace all of them woul
 tag (clock at its arrival, or the tag of the sequence of its request before it) + the most tokens that it may have. The
 lowest tag is next: a short request passes long ones, and the prompts of one request follow each other.
 
-**Bound.** A sequence waits for at most R j L + 2 P M tokens of its client: it is the j-th of its request; L and M are
+**Bound.** A sequence waits for at most R j L + 2 P M tokens of its client. It is the j-th of its request; L and M are
 the most tokens that it, and any sequence, may have; R is the most unfinished requests meanwhile, P the number of
-places. Proof: its tag is at most clock + j L, which the clock reaches within R j L tokens; a sequence that arrives later
-has a higher tag. Fair queueing at that pace has then served every sequence with a lower tag. What is left of them is at
-most what other sequences computed meanwhile: those that had begun, in P places, at most P M tokens; and lower tags that
+places. Proof: its tag is at most clock + j L, which the clock reaches within R j L tokens, and a sequence that comes
+later has a higher tag. Fair queueing at that pace has then served every sequence with a lower tag. What is left of them
+is at most what others computed meanwhile: those that had begun, in P places, at most P M tokens; and lower tags that
 have begun take P M tokens once more before a place is free. A client's tokens are at least every C-th where C clients
 wait, but for one step's: the client charged least is first.
 """
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 
 from paceline.core.sequence import Sequence
 
@@ -79,7 +80,7 @@ class FairQueue:
             account.charged = max(account.charged, least)
             self._waits += 1
             account.since = self._waits
-        bisect.insort(account.waiting, sequence, key=_tag)
+        bisect.insort(account.waiting, sequence, key=tag_of)
         self._size += 1
 
     def take(self, sequence: Sequence) -> None:
@@ -134,5 +135,51 @@ class FairQueue:
         return best
 
 
-def _tag(sequence: Sequence) -> float:
+# -- what running sequences hold
+
+
+def client_of(sequence: Sequence) -> str:
+    return sequence.owner.client
+
+
+def request_of(sequence: Sequence) -> str:
+    return sequence.wait_group
+
+
+def tag_of(sequence: Sequence) -> float:
     return sequence.tag
+
+
+def one_place(sequence: Sequence) -> int:
+    return 1
+
+
+def num_blocks(sequence: Sequence) -> int:
+    return len(sequence.blocks)
+
+
+NameOf = Callable[[Sequence], str]
+Size = Callable[[Sequence], int]
+
+
+def last_with_most(running: SequenceOf[Sequence], name_of: NameOf, size: Size, above: int = -1) -> Sequence | None:
+    """Return the last sequence of the client or request, `name_of` it, that holds the most; None: not `above` this."""
+    sums: dict[str, int] = {}
+    for sequence in running:
+        sums[name_of(sequence)] = sums.get(name_of(sequence), 0) + size(sequence)
+    most = max(sums, key=sums.__getitem__, default="")
+    if not sums or sums[most] <= above:
+        return None
+    return max((one for one in running if name_of(one) == most), key=tag_of)
+
+
+def last_with_more(newcomer: Sequence, running: SequenceOf[Sequence], size: Size, needed: int) -> Sequence | None:
+    """Return the last sequence of the client, or else of the request of the newcomer's own client, that holds the most,
+    where that is more than the newcomer's would hold with `needed` more."""
+    for name_of in (client_of, request_of):
+        own = sum([size(one) for one in running if name_of(one) == name_of(newcomer)])
+        victim = last_with_most(running, name_of, size, own + needed)
+        if victim is not None:
+            return victim
+        running = [one for one in running if one.owner.client == newcomer.owner.client]
+    return None

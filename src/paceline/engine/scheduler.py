@@ -13,14 +13,22 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 import numpy as np
 
 from paceline.config import MAX_K, EngineConfig
-from paceline.core.fair_queue import FairQueue
+from paceline.core.fair_queue import (
+    FairQueue,
+    client_of,
+    last_with_more,
+    last_with_most,
+    num_blocks,
+    one_place,
+    tag_of,
+)
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager, Reserved
@@ -286,27 +294,35 @@ class Scheduler:
             elif self._waits_for_sibling(newcomer):
                 passed.add(newcomer.request_id)
             else:  # none behind one that lacks blocks begins: it would take them for ever
-                may_begin = self._begin(newcomer, may_displace)
+                may_begin = self._begin(newcomer)
+                if not may_begin and may_displace:  # at most once in a step
+                    may_begin, may_displace = self._displace_for(newcomer), False
 
-    def _begin(self, sequence: Sequence, may_displace: bool) -> bool:
+    def _begin(self, sequence: Sequence) -> bool:
         """Admit a sequence that waits and schedule its row, or return False."""
-        prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
-        # Blocks for all its tokens, so that it is not preempted at once; alone it always fits.
-        needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
-        missing = needed - self.blocks.num_free_after(prefix)
+        prefix, missing = self._missing(sequence)
         if missing > 0 or not self.has_place:
-            victims = self._victims(sequence, needed, missing) if may_displace else []
-            if not victims:
-                return False
-            for victim in victims:
-                self._preempt(victim)
-            return self._begin(sequence, may_displace=False)
+            return False
         self.waiting.take(sequence)
         self._start(sequence, prefix)
         self._charge(sequence)
         for listener in self._listeners:
             listener.joined(sequence)
         return True
+
+    def _missing(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Return the cached blocks that a sequence begins with, and how many of the others are not free."""
+        prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
+        # Blocks for all its tokens, so that it is not preempted at once; alone it always fits.
+        needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
+        return prefix, needed - self.blocks.num_free_after(prefix)
+
+    def _displace_for(self, newcomer: Sequence) -> bool:
+        """Admit a sequence in the place of others, or return False."""
+        victims = self._victims(newcomer, self._missing(newcomer)[1])
+        for victim in victims:
+            self._preempt(victim)
+        return bool(victims) and self._begin(newcomer)
 
     def _charge(self, sequence: Sequence) -> None:
         """Schedule a part of a prompt, and charge its client."""
@@ -315,20 +331,21 @@ class Scheduler:
         if row is not None:
             self.waiting.charge(sequence.owner.client, row.count)
 
-    def _victims(self, newcomer: Sequence, needed: int, missing: int) -> list[Sequence]:
+    def _victims(self, newcomer: Sequence, missing: int) -> list[Sequence]:
         """Return sequences whose places and blocks a newcomer takes; none: it has to wait.
 
-        `needed`, `missing`: blocks that it takes, and those that are not free. Clients are compared by the places that
+        `missing`: blocks for it that are not free. Clients are compared by the places that
         they hold, and by blocks where these are missing; then requests of its own client. One loses only what leaves it
         as much as the newcomer's would have, so that no two displace each other in turn.
         """
         lacks_place, victims = not self.has_place, list[Sequence]()
+        blocks = self.blocks.blocks_for(len(newcomer.tokens) + 1)
         left = [one for one in self.running[1:] if one.finish_reason is None]
         while lacks_place or missing > 0:
-            size = _place if lacks_place else _num_blocks
-            victim = _with_most(newcomer, left, size, 1 if lacks_place else needed)
+            size, more = (one_place, 1) if lacks_place else (num_blocks, blocks)
+            victim = last_with_more(newcomer, left, size, more)
             if victim is None and lacks_place:  # each has one place: a long request makes way for a much shorter one
-                last = max((one for one in left if one.owner.client == newcomer.owner.client), key=_tag, default=None)
+                last = max((one for one in left if one.owner.client == newcomer.owner.client), key=tag_of, default=None)
                 if last is not None and last.tag > newcomer.tag + newcomer.max_len:
                     victim = last
             if victim is None:
@@ -343,7 +360,7 @@ class Scheduler:
         head = self.waiting.head()
         key = "" if head is None else head.key
         if self._displacing[:2] != (self._changes, key):
-            self._displacing = self._changes, key, head is not None and bool(self._victims(head, 0, 0))
+            self._displacing = self._changes, key, head is not None and bool(self._victims(head, 0))
         return self._displacing[2]
 
     def _comes_first(self, batch: Batch) -> bool:
@@ -358,9 +375,7 @@ class Scheduler:
     def _with_most_blocks(self) -> Sequence:
         """Return the sequence to preempt: of the client with the most blocks the last in its order."""
         others = self.running[1:] or self.running
-        blocks = _sums(others, _client, _num_blocks)
-        most = max(blocks.values())
-        return max((one for one in others if blocks[one.owner.client] == most), key=_tag)
+        return last_with_most(others, client_of, num_blocks) or others[-1]
 
     def _start(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.take_prefix(sequence, prefix)
@@ -400,46 +415,3 @@ class Scheduler:
         sequence.num_computed = sequence.num_cached = 0
         sequence.num_preemptions += 1
         self.waiting.put_back(sequence)
-
-
-def _client(sequence: Sequence) -> str:
-    return sequence.owner.client
-
-
-def _request(sequence: Sequence) -> str:
-    return sequence.wait_group
-
-
-def _tag(sequence: Sequence) -> float:
-    return sequence.tag
-
-
-def _place(sequence: Sequence) -> int:
-    return 1
-
-
-def _num_blocks(sequence: Sequence) -> int:
-    return len(sequence.blocks)
-
-
-def _sums(
-    sequences: SequenceOf[Sequence], name_of: Callable[[Sequence], str], size: Callable[[Sequence], int]
-) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for sequence in sequences:
-        sums[name_of(sequence)] = sums.get(name_of(sequence), 0) + size(sequence)
-    return sums
-
-
-def _with_most(
-    newcomer: Sequence, running: list[Sequence], size: Callable[[Sequence], int], needed: int
-) -> Sequence | None:
-    """Return the last sequence of the client, or else of the request of the newcomer's own client, that holds the most,
-    and more than the newcomer's would with `needed` more."""
-    for name_of in (_client, _request):
-        sums = _sums(running, name_of, size)
-        most = max(sums, key=sums.__getitem__, default="")
-        if sums and sums[most] > sums.get(name_of(newcomer), 0) + needed:
-            return max((one for one in running if name_of(one) == most), key=_tag)
-        running = [one for one in running if one.owner.client == newcomer.owner.client]
-    return None
