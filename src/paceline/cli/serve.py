@@ -42,6 +42,12 @@ class ServeOptions(EngineOptions):
     kv_cache_bytes: int | None = _flag(None, "Memory for keys and values; unset: decided at the start.", "BYTES")
     max_body_bytes: int = _flag(4 << 20, "Largest body of a request, in bytes.", "N", min=1024)
     request_limit: float = _flag(600.0, "Seconds a request may take.", "SECONDS", min=0.001)
+    engine_timeout: float = _flag(
+        60.0, "Seconds without a finished step after which the engine is started again.", "SECONDS", min=5
+    )
+    max_connections: int | None = _flag(None, "Most connections; unset: what the limit of files allows.", "N", min=1)
+    admin_key: Path | None = _flag(None, "File with the key that may reload drafters from elsewhere.", "FILE")
+    allow_fetch: bool = _flag(False, "A reload may name a drafter that has to be fetched.")
     grace: float = _flag(10.0, "Seconds for running requests to finish at a stop.", "SECONDS", min=0)
     cors_origin: list[str] | None = _flag(None, "Allow pages of this origin; repeatable.", "ORIGIN")
     capture: Path | None = _flag(
@@ -128,6 +134,10 @@ def server_settings(options: ServeOptions, keys: tuple[ApiKey, ...]) -> ServerSe
         sharing=Sharing(options.on_network, options.share_caches),
         max_body_bytes=options.max_body_bytes,
         request_limit_s=options.request_limit,
+        engine_timeout_s=options.engine_timeout,
+        max_connections=options.max_connections,
+        admin_key=read_admin_key(options.admin_key),
+        allow_fetch=options.allow_fetch,
         grace_s=options.grace,
         cors_origins=tuple(options.cors_origin or ()),
         capture=options.capture,
@@ -156,6 +166,15 @@ def read_keys(file: Path | None) -> tuple[ApiKey, ...]:
     if not keys:
         raise InvalidParameter("api-key-file", f"{file} holds no key; write one a line")
     return tuple(keys.values())
+
+
+def read_admin_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    words = _text_of("admin-key", file).split()
+    if len(words) != 1:
+        raise InvalidParameter("admin-key", f"{file} must hold one key, and has {len(words)} words")
+    return words[0]
 
 
 def _text_of(option: str, file: Path) -> str:

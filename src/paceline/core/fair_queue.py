@@ -1,8 +1,8 @@
 """Waiting sequences, in the order in which they begin: clients take turns, and so do the requests of a client.
 
 **Clients.** Tokens that a step computes are charged to their client, and the client that was charged least is next. A
-client that begins to wait is charged at least what the least of the others was, so that idle time earns nothing, and a
-client that comes back is charged what it was.
+client that begins to wait is charged at least what the least of the others was before its last turn: idle time earns
+nothing, and the newcomer is next. A client that comes back is charged what it was.
 
 **Requests of a client** are ordered by weighted fair queueing. The client's clock advances by 1 / R for each token that
 is charged, where R requests of it are unfinished: at that pace all of them would be served at once. A sequence has the
@@ -33,9 +33,10 @@ MOST_LEFT = 64  # charges of clients that have left, beyond which those without 
 class _Account:
     """The charges of one client, as long as it has an unfinished sequence."""
 
-    __slots__ = ("charged", "clock", "last", "since", "unfinished", "waiting")
+    __slots__ = ("before", "charged", "clock", "last", "since", "unfinished", "waiting")
 
     def __init__(self, charged: float) -> None:
+        self.before = charged  # tokens, before the last charge
         self.charged, self.clock = charged, 0.0  # tokens; tokens of each unfinished request
         self.since = 0  # when it began to wait, among clients
         self.waiting: list[Sequence] = []  # by tag
@@ -76,8 +77,8 @@ class FairQueue:
         """Let a sequence wait again, with its tag."""
         account = self._accounts[sequence.owner.client]
         if not account.waiting:
-            least = min((each.charged for each in self._accounts.values() if each is not account), default=0.0)
-            account.charged = max(account.charged, least)
+            least = min((each.before for each in self._accounts.values() if each is not account), default=0.0)
+            account.before = account.charged = max(account.charged, least)
             self._waits += 1
             account.since = self._waits
         bisect.insort(account.waiting, sequence, key=tag_of)
@@ -103,6 +104,7 @@ class FairQueue:
 
     def charge(self, client: str, tokens: int) -> None:
         account = self._accounts[client]
+        account.before = account.charged
         account.charged += tokens
         account.clock += tokens / len(account.unfinished)
 
@@ -173,13 +175,23 @@ def last_with_most(running: SequenceOf[Sequence], name_of: NameOf, size: Size, a
     return max((one for one in running if name_of(one) == most), key=tag_of)
 
 
-def last_with_more(newcomer: Sequence, running: SequenceOf[Sequence], size: Size, needed: int) -> Sequence | None:
-    """Return the last sequence of the client, or else of the request of the newcomer's own client, that holds the most,
-    where that is more than the newcomer's would hold with `needed` more."""
-    for name_of in (client_of, request_of):
-        own = sum([size(one) for one in running if name_of(one) == name_of(newcomer)])
-        victim = last_with_most(running, name_of, size, own + needed)
-        if victim is not None:
-            return victim
-        running = [one for one in running if one.owner.client == newcomer.owner.client]
-    return None
+def displaced_by(newcomer: Sequence, running: SequenceOf[Sequence], blocks: int | None) -> Sequence | None:
+    """Return the sequence that makes way for a newcomer, which needs so many `blocks`, or else a place (None).
+
+    It is the last one of the client that holds the most, where that is more than the newcomer's would hold; or of the
+    request in the newcomer's client that has the most places; or else the last one of the newcomer's client, where that
+    is far behind in the order: a long request makes way for a much shorter one. So no two displace each other in turn.
+    """
+    size, needed = (one_place, 1) if blocks is None else (num_blocks, blocks)
+    victim = last_with_most(running, client_of, size, needed + _sum_of(newcomer, running, client_of, size))
+    if victim is not None:
+        return victim
+    own = [one for one in running if one.owner.client == newcomer.owner.client]
+    if blocks is None:
+        victim = last_with_most(own, request_of, size, needed + _sum_of(newcomer, own, request_of, size))
+    last = victim or max(own, key=tag_of, default=None)
+    return last if victim is not None or (last is not None and last.tag > newcomer.tag + newcomer.max_len) else None
+
+
+def _sum_of(newcomer: Sequence, running: SequenceOf[Sequence], name_of: NameOf, size: Size) -> int:
+    return sum([size(one) for one in running if name_of(one) == name_of(newcomer)])

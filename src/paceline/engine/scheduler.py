@@ -20,15 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from paceline.config import MAX_K, EngineConfig
-from paceline.core.fair_queue import (
-    FairQueue,
-    client_of,
-    last_with_more,
-    last_with_most,
-    num_blocks,
-    one_place,
-    tag_of,
-)
+from paceline.core.fair_queue import FairQueue, client_of, displaced_by, last_with_most, num_blocks
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager, Reserved
@@ -332,22 +324,13 @@ class Scheduler:
             self.waiting.charge(sequence.owner.client, row.count)
 
     def _victims(self, newcomer: Sequence, missing: int) -> list[Sequence]:
-        """Return sequences whose places and blocks a newcomer takes; none: it has to wait.
-
-        `missing`: blocks for it that are not free. Clients are compared by the places that
-        they hold, and by blocks where these are missing; then requests of its own client. One loses only what leaves it
-        as much as the newcomer's would have, so that no two displace each other in turn.
-        """
+        """Return sequences whose places and blocks a newcomer takes; none: it has to wait. `missing`: blocks for it that
+        are not free."""
         lacks_place, victims = not self.has_place, list[Sequence]()
         blocks = self.blocks.blocks_for(len(newcomer.tokens) + 1)
         left = [one for one in self.running[1:] if one.finish_reason is None]
         while lacks_place or missing > 0:
-            size, more = (one_place, 1) if lacks_place else (num_blocks, blocks)
-            victim = last_with_more(newcomer, left, size, more)
-            if victim is None and lacks_place:  # each has one place: a long request makes way for a much shorter one
-                last = max((one for one in left if one.owner.client == newcomer.owner.client), key=tag_of, default=None)
-                if last is not None and last.tag > newcomer.tag + newcomer.max_len:
-                    victim = last
+            victim = displaced_by(newcomer, left, None if lacks_place else blocks)
             if victim is None:
                 return []
             left.remove(victim)

@@ -43,6 +43,10 @@ class ServerSettings:
     sharing: Sharing = Sharing()  # noqa: RUF009  (immutable)
     max_body_bytes: int = 4 << 20
     request_limit_s: float = 600.0
+    engine_timeout_s: float = 60.0  # seconds without a finished step after which the engine is killed
+    max_connections: int | None = None  # None: by the limit of files
+    admin_key: str | None = None  # allows to reload drafters from elsewhere
+    allow_fetch: bool = False  # a reload may name a drafter that is fetched
     grace_s: float = 10.0  # seconds in which running requests may finish when the server stops
     cors_origins: tuple[str, ...] = ()
     capture: Path | None = None  # file to which prompts and answers are written

@@ -40,6 +40,10 @@ class Relearn(NamedTuple):
     method: str
 
 
+class Ping(NamedTuple):
+    """A command: the engine answers with its gauges once its step is finished."""
+
+
 class Ready(NamedTuple):
     """The first event: the model is loaded and warmed up."""
 
@@ -63,9 +67,10 @@ class Gauges(NamedTuple):
     step_s: float
     expected_gain: float | None
     failed_drafters: dict[str, str]  # a drafter that failed and is off, and why
+    longest_step_s: float = 0.0  # seconds; the longest step to expect
 
 
-WorkerCommand = Submit | Cancel | Relearn
+WorkerCommand = Submit | Cancel | Relearn | Ping
 WorkerEvent = Event | Gauges | Ready | LoadFailed
 _CODES = {kind: code for code, kind in enumerate((Accepted, Delta, Ended, Failed, Gauges, Ready, LoadFailed))}
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Any]).decode
@@ -89,6 +94,8 @@ def encode_command(command: WorkerCommand) -> bytes:
             return _encode((1, request_ids))
         case Relearn(method):
             return _encode((2, method))
+        case Ping():
+            return _encode((3,))
     raise ValueError(f"{type(command).__name__} is not sent, or of several requests")
 
 
@@ -107,7 +114,7 @@ def _submit(
     return Submit([Request(request_id, prompt, SamplingParams(**params), group, streamed=streamed, owner=whose)])
 
 
-_COMMANDS: tuple[Callable[..., WorkerCommand], ...] = (_submit, Cancel, Relearn)
+_COMMANDS: tuple[Callable[..., WorkerCommand], ...] = (_submit, Cancel, Relearn, Ping)
 
 
 def encode_events(events: Iterable[WorkerEvent]) -> bytes:
