@@ -324,8 +324,8 @@ class Scheduler:
             self.waiting.charge(sequence.owner.client, row.count)
 
     def _victims(self, newcomer: Sequence, missing: int) -> list[Sequence]:
-        """Return sequences whose places and blocks a newcomer takes; none: it has to wait. `missing`: blocks for it that
-        are not free."""
+        """Return sequences whose places and blocks a newcomer takes; none: it has to wait. `missing`: blocks that it
+        needs and that are not free."""
         lacks_place, victims = not self.has_place, list[Sequence]()
         blocks = self.blocks.blocks_for(len(newcomer.tokens) + 1)
         left = [one for one in self.running[1:] if one.finish_reason is None]
