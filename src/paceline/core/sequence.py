@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from paceline.text.grammar import Matcher
 
 
+def digest_of(secret: str) -> str:
+    """Return what stands for a salt, or a key without a name, in the name of a domain."""
+    return hashlib.blake2b(secret.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+
+
 class Owner(NamedTuple):
     """Whose request it is. Requests of one `domain` share what earlier ones left behind: blocks of prompts, past
     answers. Requests of one `client` share their turns with those of other clients."""
@@ -29,6 +34,11 @@ class Owner(NamedTuple):
     domain: str = ""
     client: str = ""
     lasts: bool = True  # False: no later request has this domain
+
+    def narrowed(self, salt: str | None) -> Owner:
+        """Return the owner of requests with this `cache_salt`; None: without one. A domain's name is stored, a salt is
+        not."""
+        return self if salt is None else self._replace(domain=f"{self.domain} {digest_of(salt)}")
 
 
 class Status(enum.Enum):

@@ -6,12 +6,9 @@ loopback each request is a domain of its own, unless it gives a `cache_salt`. A 
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple
 
-from paceline.core.sequence import Owner
-
-DIGEST = 12  # bytes; what stands for a key without a name, and for a salt, where a domain's name is stored
+from paceline.core.sequence import Owner, digest_of
 
 
 class ApiKey(NamedTuple):
@@ -20,7 +17,7 @@ class ApiKey(NamedTuple):
 
     @classmethod
     def unnamed(cls, key: str) -> ApiKey:
-        return cls(key, f"key-{_digest(key)}")
+        return cls(key, f"key-{digest_of(key)}")
 
 
 class Sharing(NamedTuple):
@@ -35,8 +32,4 @@ class Sharing(NamedTuple):
         if key_client is None and self.on_network and not self.share_caches and salt is None:
             return Owner(request_id, client, lasts=False)
         domain = "" if self.share_caches or key_client is None else key_client
-        return Owner(domain if salt is None else f"{domain} {_digest(salt)}", client)  # a client's name has no blank
-
-
-def _digest(secret: str) -> str:
-    return hashlib.blake2b(secret.encode(errors="surrogatepass"), digest_size=DIGEST).hexdigest()
+        return Owner(domain, client).narrowed(salt)  # a client's name has no blank, so the names of domains differ
