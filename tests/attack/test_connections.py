@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import resource
 import socket
 import subprocess
-import sys
 import time
-import urllib.request
+import urllib.error
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 
 from paceline.server import connections
-from paceline.server.connections import BoundedProtocol, bounded, default_connections
+from paceline.server.connections import bounded
 from tests.attack.conftest import Start
 
+PART = b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\nContent-Type: application/json\r\n\r\n{"'
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: "
 
 
@@ -31,7 +33,7 @@ def opened(url: str, count: int, sent: bytes) -> Iterator[socket.socket]:
         yield each
 
 
-def test_half_open_connections_keep_nobody_out(start: Start, tiny_model: Path) -> None:
+def test_half_open_connections_keep_nobody_out(start: Start) -> None:
     """250 of them, at a limit of 200 files: an honest client is answered, and the log stays short."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
@@ -40,7 +42,7 @@ def test_half_open_connections_keep_nobody_out(start: Start, tiny_model: Path) -
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     lines = len(server.log)
-    held = list(opened(server.url, 250, HALF))
+    held = [*opened(server.url, 125, HALF), *opened(server.url, 125, PART)]
     try:
         began = time.monotonic()
         for _ in range(3):
@@ -81,10 +83,39 @@ def test_headers_have_an_end(start: Start) -> None:
         assert 5 < time.monotonic() - began < 14
 
 
-def test_a_body_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert issubclass(bounded(3), BoundedProtocol)
-    assert bounded(3).limit is not bounded(3).limit
-    assert 1 <= default_connections() <= connections.MOST
+def test_a_body_that_pauses_ends_its_connection_and_an_answer_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_S", 0.3)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """Read the body, think for longer than a body may pause, and answer."""
+        while (await receive()).get("more_body"):
+            pass
+        await asyncio.sleep(0.6)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def ask(port: int, sent: bytes) -> tuple[bytes, float]:
+        began = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(100), 5)
+        writer.close()
+        return answer, time.monotonic() - began
+
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http=bounded(5), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
+        answer, seconds = await ask(port, PART)
+        assert (answer, 0.2 < seconds < 3) == (b"", True)
+        answer, _ = await ask(port, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 204")
+        server.should_exit = True
+        await serving
+
+    asyncio.run(run())
 
 
 def test_a_stopped_engine_is_red_and_started_again(start: Start) -> None:
@@ -104,7 +135,3 @@ def test_a_stopped_engine_is_red_and_started_again(start: Start) -> None:
     assert "down" in seen
     assert json.loads(server.get("/health"))["status"] == "ok"
     assert server.worker_pid != before
-
-
-if sys.platform == "win32":
-    pytest.skip("the server's limits are POSIX ones", allow_module_level=True)

@@ -30,7 +30,7 @@ from paceline.core.sequence import Sequence
 MOST_LEFT = 64  # charges of clients that have left, beyond which those without effect are forgotten
 
 
-class _Account:
+class _ClientTurns:
     """The charges of one client, as long as it has an unfinished sequence."""
 
     __slots__ = ("before", "charged", "clock", "last", "since", "unfinished", "waiting")
@@ -46,7 +46,7 @@ class _Account:
 
 class FairQueue:
     def __init__(self) -> None:
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _ClientTurns] = {}
         self._left: dict[str, float] = {}  # charges of clients without an unfinished sequence
         self._size = self._waits = 0  # sequences that wait; times that a client began to wait
 
@@ -67,7 +67,7 @@ class FairQueue:
         client, request = sequence.owner.client, sequence.wait_group
         account = self._accounts.get(client)
         if account is None:
-            account = self._accounts[client] = _Account(self._left.pop(client, 0.0))
+            account = self._accounts[client] = _ClientTurns(self._left.pop(client, 0.0))
         sequence.tag = max(account.clock, account.last.get(request, 0.0)) + sequence.max_len
         account.last[request] = sequence.tag
         account.unfinished[request] = account.unfinished.get(request, 0) + 1

@@ -1,8 +1,8 @@
 """Connections of the HTTP server: how many there are, and how long a client may take to send a request.
 
-A connection that waits for a request, or has sent a part of its headers, is *idle*: it may be closed at any time. Where
-the server is full a new connection takes the place of the one that has been idle longest, and is refused only if all
-are at work, so half-open connections keep nobody out.
+A connection that waits for a request, or has sent a part of one, is *idle*: it may be closed at any time. Where the
+server is full a new connection takes the place of the one that has been idle longest, and is refused only if all are at
+work, so half-open connections keep nobody out.
 """
 
 from __future__ import annotations
@@ -83,32 +83,34 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_idle = not self._is_busy()
+        was_under_way = self._is_under_way()
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._is_busy():
+        if self._is_under_way():
             self._header_bytes = 0
             self._expect(BODY_S if self.cycle.more_body else None)
-            if self.limit.idle.pop(self, self) is None:
+            if not self.cycle.more_body and self in self.limit.idle:
+                del self.limit.idle[self]
                 self.limit.busy.add(self)
-        elif was_idle:
+        elif not was_under_way:
             if not self._header_bytes:
                 self._expect(HEADER_S)
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self.transport.write(TOO_LARGE)
-                self._drop()
+                self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._is_busy():
+        if not self._is_under_way():
             self._expect(None)  # uvicorn's own deadline between requests
             if self in self.limit.busy:
                 self.limit.busy.discard(self)
                 self.limit.idle[self] = None
 
-    def _is_busy(self) -> bool:
+    def _is_under_way(self) -> bool:
+        """Return whether the headers of a request are there, and its answer is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect(self, seconds: float | None) -> None:
@@ -122,10 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect(seconds)
         else:
             self.limit.note_refused()
-            self._drop()
-
-    def _drop(self) -> None:
-        self.transport.close()
+            self.transport.close()
 
 
 def bounded(most: int) -> type[BoundedProtocol]:
