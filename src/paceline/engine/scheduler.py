@@ -287,7 +287,7 @@ class Scheduler:
                 passed.add(newcomer.request_id)
             else:  # none behind one that lacks blocks begins: it would take them for ever
                 may_begin = self._begin(newcomer)
-                if not may_begin and may_displace:  # at most once in a step
+                if not may_begin and may_displace and (self.has_place or self._can_displace()):  # once in a step
                     may_begin, may_displace = self._displace_for(newcomer), False
 
     def _begin(self, sequence: Sequence) -> bool:
