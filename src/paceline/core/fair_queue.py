@@ -62,6 +62,11 @@ class FairQueue:
         account = self._accounts.get(client)
         return 0 if account is None else len(account.waiting)
 
+    def num_unfinished(self, client: str, request: str) -> int:
+        """Return the sequences of a client's request that wait or run."""
+        account = self._accounts.get(client)
+        return 0 if account is None else account.unfinished.get(request, 0)
+
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait."""
         client, request = sequence.owner.client, sequence.wait_group

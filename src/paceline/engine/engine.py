@@ -40,6 +40,7 @@ from paceline.platform.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 
 log = logging.getLogger("paceline")
+RESERVE, SMALL_REQUEST = 4, 16  # parts of `max_waiting`: the room kept for small requests, and the size of these
 FULL_QUEUES = 16  # clients whose queues may be full at a time, which bounds memory
 OBJECTS_A_ROW = 8  # objects, about; those of a row that a step makes and the next step drops
 
@@ -212,10 +213,13 @@ class Engine:
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
-        waiting, most = self.scheduler.waiting.num_of(owner.client), self.config.max_waiting
-        if waiting and waiting + params.n > most:
+        queue, most = self.scheduler.waiting, self.config.max_waiting
+        waiting, own = queue.num_of(owner.client), queue.num_unfinished(owner.client, wait_group or request_id)
+        # A queue that one large request has filled has room for small ones.
+        room = most + most // RESERVE if own + params.n <= most // SMALL_REQUEST else most
+        if waiting and waiting + params.n > room:
             raise QueueFull(f"{waiting} answers wait and max_waiting is {most}; try again later")
-        if len(self.scheduler.waiting) + params.n > FULL_QUEUES * most:
+        if len(queue) + params.n > FULL_QUEUES * most:
             raise QueueFull(f"the queues of {FULL_QUEUES} clients are full; try again later")
         sequences = self.admission.sequences(request_id, prompt, params, wait_group, grammar, owner)
         self._requests[request_id] = list(sequences)
