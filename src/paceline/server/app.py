@@ -45,6 +45,7 @@ from paceline.server.gate import ADMIN, CLIENT, RELOAD, RequestGuard, error_resp
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.state import AppState, ServerSettings
+from paceline.text.request_text import EncodedPrompt
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
@@ -187,7 +188,10 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
     async def completions_route(body: CompletionRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        prompts, group = [await state.encode(prompt) for prompt in body.prompts()], new_request_id("group")
+        prompts, group = list[EncodedPrompt](), new_request_id("group")
+        for each in body.prompts():
+            prompts.append(await state.encode(each))
+            await asyncio.sleep(0)  # other requests are answered between two of many prompts
         async with contextlib.AsyncExitStack() as running:
             generations = []
             for prompt in prompts:
