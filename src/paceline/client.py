@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
+from paceline.core.sequence import Owner
 from paceline.engine.events import Delta, Ended, Event, Failed, FinishedAnswer, Request
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
 from paceline.inputs import (
@@ -167,7 +168,8 @@ class Job:
         requests, client, end, now = [], self._client, start + GROUP, time.perf_counter()
         for prompt, params in zip(self._encode(self._prompts[start:end]), self._params[start:end], strict=True):
             resolved = client.seeded(self._resolve(params))
-            request = Request(client.next_id(), prompt.tokens, resolved, self._name, may_wait=True)
+            owner = Owner().narrowed(prompt.cache_salt)
+            request = Request(client.next_id(), prompt.tokens, resolved, self._name, may_wait=True, owner=owner)
             self._submitted[request.request_id] = AnswerReader(client.tokenizer, prompt, resolved, now)
             requests.append(request)
         client.thread.submit(requests, self)
@@ -241,7 +243,8 @@ class StreamedRequest:
         (encoded,) = client.encode_chats([prompt], options) if is_chat else client.encode([prompt])
         self.client = client
         self._reader = AnswerReader(client.tokenizer, encoded, client.seeded(client.resolve(own)))
-        self.request = Request(client.next_id(), encoded.tokens, self._reader.params, streamed=True)
+        owner = Owner().narrowed(encoded.cache_salt)
+        self.request = Request(client.next_id(), encoded.tokens, self._reader.params, streamed=True, owner=owner)
         self._unfinished = self.request.params.n  # answers
         self._last: StreamChunk | None = None  # kept until the whole answer follows it
 

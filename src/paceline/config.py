@@ -64,7 +64,8 @@ class SpeculationConfig:
     ngram_min: int = 2  # shortest match that counts
     ngram_max: int = 5
     suffix_corpus: tuple[str, ...] = ()  # text files that seed the suffix store
-    suffix_store: str | None = None  # file that keeps the suffix store between runs
+    suffix_store: str | None = None  # file that keeps past answers between runs
+    suffix_answers: bool = True  # past answers are kept, and drafted from
     suffix_bytes: int = 200 << 20
     draft_model: tuple[str, ...] = ()  # smaller models with the same vocabulary
     drafter: tuple[str, ...] = ()  # drafters trained for this target; empty: a packaged one; NONE alone: none
@@ -80,6 +81,9 @@ class SpeculationConfig:
             object.__setattr__(self, "k", whole_number("k", self.k, 1, MAX_K))
         if self.suffix_store is not None:
             object.__setattr__(self, "suffix_store", path_or_name("suffix_store", self.suffix_store))
+            if not truth("suffix_answers", self.suffix_answers):
+                raise InvalidParameter("suffix_store", "keeps past answers, and suffix_answers is False; leave one out")
+        truth("suffix_answers", self.suffix_answers)
         for field in ("draft_model", "drafter", "suffix_corpus"):
             object.__setattr__(self, field, paths_or_names(field, getattr(self, field)))
         for field in ("draft_model", "drafter"):

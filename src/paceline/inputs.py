@@ -49,6 +49,14 @@ def read_prompt(prompt: Any) -> str | list[int]:
     return [_token_id(token) for token in prompt]
 
 
+def read_salt(prompt: Any) -> str | None:
+    """Return a prompt's `cache_salt`, if it has one."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidPrompt(f"cache_salt must be a text, and not empty; got {short_repr(salt)}")
+    return salt
+
+
 def is_conversation(prompt: Any) -> bool:
     """Return True if a prompt is a list of messages."""
     return _is_list(prompt) and len(prompt) > 0 and isinstance(prompt[0], Mapping) and "role" in prompt[0]
@@ -65,7 +73,8 @@ def each_conversation(messages: Any) -> list[Any]:
 def _from_mapping(prompt: Mapping[str, Any]) -> Any:
     if "role" in prompt:
         raise InvalidPrompt("a message is no prompt; for messages use chat()")
-    unknown = [key for key, value in prompt.items() if key not in ("prompt", "prompt_token_ids") and value is not None]
+    known = ("prompt", "prompt_token_ids", "cache_salt")
+    unknown = [key for key, value in prompt.items() if key not in known and value is not None]
     if unknown:
         raise InvalidPrompt(f"{FORMS}; {short_repr(unknown[0])} is not there")
     values = [value for value in (prompt.get("prompt"), prompt.get("prompt_token_ids")) if value is not None]

@@ -73,6 +73,7 @@ class LLM:
         drafter: str | Sequence[str] | None = None,
         suffix_corpus: Sequence[str] = (),
         suffix_store: str | None = None,
+        suffix_answers: bool = True,
         speculative_config: SpeculativeConfig | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
@@ -105,6 +106,7 @@ class LLM:
             drafter=drafter,
             suffix_corpus=suffix_corpus,
             suffix_store=suffix_store,
+            suffix_answers=suffix_answers,
         )
         config = EngineConfig(
             max_model_len=max_model_len,

@@ -248,3 +248,16 @@ def test_what_cannot_be_done_is_refused_by_name(smollm2, smollm2_path):
             LLM(str(smollm2_path), device="cuda")
     assert not smollm2.engine.has_work
     assert smollm2.engine.blocks.num_free == smollm2.engine.blocks.num_blocks
+
+
+def test_a_salt_narrows_with_whom_a_prompt_is_shared(smollm2):
+    prompt = "One two three four five six seven eight. " * 8
+
+    def cached(salt):
+        (output,) = smollm2.generate([{"prompt": prompt, "cache_salt": salt}], SamplingParams(max_tokens=1))
+        return output.num_cached_tokens
+
+    assert [cached(salt) > 0 for salt in ("a", "b", "a", None, "b")] == [False, False, True, False, True]
+    for salt in ("", 3):
+        with pytest.raises(InvalidPrompt):
+            cached(salt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Owner, Sequence
 from paceline.drafters import DraftRequest
 from paceline.sampling_params import SamplingParams
 
@@ -16,9 +16,10 @@ def thread_seconds(run):
     return time.thread_time() - started
 
 
-def sequence_of(tokens, num_prompt=None, request_id="a", index=0):
+def sequence_of(tokens, num_prompt=None, request_id="a", index=0, domain=""):
     prompt = tokens[: len(tokens) if num_prompt is None else num_prompt]
-    sequence = Sequence(request_id, prompt, SamplingParams().resolve({}), index=index, max_len=100_000)
+    params, owner = SamplingParams().resolve({}), Owner(domain)
+    sequence = Sequence(request_id, prompt, params, index=index, max_len=100_000, owner=owner)
     sequence.tokens += tokens[len(prompt) :]
     return sequence
 

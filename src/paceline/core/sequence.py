@@ -11,7 +11,7 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -20,6 +20,25 @@ TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
 
 if TYPE_CHECKING:
     from paceline.text.grammar import Matcher
+
+
+def digest_of(secret: str) -> str:
+    """Return what stands for a salt, or a key without a name, in the name of a domain."""
+    return hashlib.blake2b(secret.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+
+
+class Owner(NamedTuple):
+    """Whose request it is. Requests of one `domain` share what earlier ones left behind: blocks of prompts, past
+    answers. Requests of one `client` share their turns with those of other clients."""
+
+    domain: str = ""
+    client: str = ""
+    lasts: bool = True  # False: no later request has this domain
+
+    def narrowed(self, salt: str | None) -> Owner:
+        """Return the owner of requests with this `cache_salt`; None: without one. A domain's name is stored, a salt is
+        not."""
+        return self if salt is None else self._replace(domain=f"{self.domain} {digest_of(salt)}")
 
 
 class Status(enum.Enum):
@@ -40,8 +59,9 @@ class Sequence:
         bad_words: SequenceOf[SequenceOf[int]] = (),
         eos: frozenset[int] = frozenset(),
         wait_group: str | None = None,
+        owner: Owner = Owner(),  # noqa: B008  (immutable)
     ) -> None:
-        self.request_id = request_id
+        self.request_id, self.owner = request_id, owner
         # Answers of one wait group are waited for together by their caller.
         self.wait_group = request_id if wait_group is None else wait_group
         self.index = index  # index among the request's n answers
@@ -68,6 +88,7 @@ class Sequence:
         self.req_index = -1  # row of the block manager's tables that has the block ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
+        self.tag = 0.0  # place among the sequences of its client (`core.fair_queue`)
         self.text = ""  # visible output, decoded where the request has stop strings
         self.stats = SpeculationStats()
         # Per output token: token id -> (logprob, rank) of the chosen token and of the most likely ones.
@@ -112,9 +133,14 @@ class Sequence:
         return self.status is Status.FINISHED
 
 
+def root_hash(domain: str) -> bytes:
+    """Return the parent of a domain's first blocks: equal tokens of two domains have different hashes."""
+    return hashlib.blake2b(domain.encode(), digest_size=16, person=b"paceline domain").digest()
+
+
 def block_hash(parent: bytes, tokens: SequenceOf[int]) -> bytes:
-    """Return the identity of a cache block: its tokens and all before them. Cryptographic: a collision would be a wrong
-    answer."""
+    """Return the identity of a cache block: its domain, its tokens and all before them. Cryptographic: a collision
+    would be a wrong answer, or a leak from another domain."""
     digest = hashlib.blake2b(parent, digest_size=16)
     digest.update(array("i", tokens).tobytes())
     return digest.digest()

@@ -97,7 +97,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             SUFFIX,
             _made_by("lookup.suffix", "SuffixDrafter"),
-            ("suffix_corpus", "suffix_store", "suffix_bytes"),
+            ("suffix_corpus", "suffix_store", "suffix_answers", "suffix_bytes"),
             vllm="suffix",
         ),
         Method(

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 from paceline.config import AUTO, NONE, EngineConfig
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Owner, Sequence
 from paceline.drafters.method_names import matches_method
 from paceline.engine.policy import wish
 from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
@@ -37,7 +37,13 @@ class Admission:
         self.max_model_len, self._methods, self.tokenizer = max_model_len, tuple(methods), tokenizer
 
     def sequences(
-        self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, wait_group: str | None, grammar: Any
+        self,
+        request_id: str,
+        prompt: SequenceOf[int],
+        params: SamplingParams,
+        wait_group: str | None,
+        grammar: Any,
+        owner: Owner,
     ) -> list[Sequence]:
         """Return the n sequences of a request, or refuse it. `grammar`: as in `Engine.add_request`."""
         self._check_prompt(prompt)
@@ -45,7 +51,7 @@ class Admission:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
-        make = functools.partial(Sequence, request_id, prompt, params, max_len=limit, eos=self.eos)
+        make = functools.partial(Sequence, request_id, prompt, params, max_len=limit, eos=self.eos, owner=owner)
         bad_words = self._bad_words(params)
         sequences = [make(index=at, bad_words=bad_words, wait_group=wait_group) for at in range(params.n)]
         self._check_speculation(sequences[0])

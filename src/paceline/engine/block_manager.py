@@ -2,8 +2,8 @@
 the slots of positions from block ids.
 
 A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every
-slot is committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while
-free, until it is handed out again. Shared blocks are never written.
+slot is committed is published under a hash of its domain and all tokens up to its end, and can be shared; it keeps its
+contents while free, until it is handed out again. Shared blocks are never written.
 
 Each block carries marks: the drafters whose own K/V in it are complete. Drafters store K/V of the pair (hidden state
 of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.
@@ -18,10 +18,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from paceline.core.sequence import Sequence, block_hash
+from paceline.core.sequence import Sequence, block_hash, root_hash
 from paceline.engine.batch import Ints, Tables
 
-ROOT = b"paceline"
 Reserved = Mapping[str, int]  # sequence key -> end of the slots that a launched step or an early draft writes
 NONE_RESERVED: Reserved = {}
 
@@ -85,7 +84,7 @@ class BlockManager:
         prefix: list[int] = []
         if not self.prefix_caching:
             return prefix
-        parent, size = ROOT, self.block_size
+        parent, size = root_hash(sequence.owner.domain), self.block_size
         for start in range(0, len(sequence.tokens) - size, size):
             parent = block_hash(parent, sequence.tokens[start : start + size])
             block = self._published.get(parent)
@@ -97,6 +96,10 @@ class BlockManager:
     def num_free_after(self, prefix: Iterable[int]) -> int:
         """Return the free blocks left once `prefix` is taken: its unreferenced blocks are in the free list."""
         return len(self._free) - sum(self._references[block] == 0 for block in prefix)
+
+    def num_unshared(self, sequence: Sequence) -> int:
+        """Return the blocks that are free once the sequence has left."""
+        return sum([self._references[block] == 1 for block in sequence.blocks])
 
     def take_prefix(self, sequence: Sequence, prefix: list[int]) -> None:
         assert not sequence.blocks
@@ -114,7 +117,7 @@ class BlockManager:
             return
         chain, size = self._chain.setdefault(sequence.key, []), self.block_size
         for index in range(len(chain), sequence.num_computed // size):
-            parent = chain[-1] if chain else ROOT
+            parent = chain[-1] if chain else root_hash(sequence.owner.domain)
             chain.append(block_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
             block = sequence.blocks[index]
             if chain[-1] not in self._published:  # else a twin was published first and this block stays private

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.config import EngineConfig
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Owner, Sequence
 from paceline.drafters import Drafter
 from paceline.engine.admission import Admission, EngineTokenizer, context_length
 from paceline.engine.batch import EngineStats, StepResult
@@ -40,6 +40,8 @@ from paceline.platform.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 
 log = logging.getLogger("paceline")
+RESERVE, SMALL_REQUEST = 4, 16  # parts of `max_waiting`: the room kept for small requests, and the size of these
+FULL_QUEUES = 16  # clients whose queues may be full at a time, which bounds memory
 OBJECTS_A_ROW = 8  # objects, about; those of a row that a step makes and the next step drops
 
 
@@ -113,7 +115,7 @@ class Engine:
             if result is None:
                 return self._with_failed(StepResult())
             if ahead is None and self.runs_ahead and self.scheduler.has_spare_blocks:
-                ahead = self._launch()  # read, then launch; on a CPU the next call of `step` launches
+                ahead = self._launch(unpublished=True)  # read, then launch; on a CPU the next call of `step` launches
             self._in_flight = ahead
             # A stop string found now ends a row of the step ahead.
             self.committer.publish(flight, result, self._reserved if ahead is None else ahead.batch.reserved)
@@ -129,9 +131,9 @@ class Engine:
         self.clock.start_behind(flight)
         return flight
 
-    def _launch(self) -> InFlightStep | None:
+    def _launch(self, *, unpublished: bool = False) -> InFlightStep | None:
         """Launch a step whose tokens are all known: decodes with their drafts, prompt chunks, newcomers."""
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(unpublished=unpublished)
         if not len(batch):
             return None
         try:
@@ -202,6 +204,7 @@ class Engine:
         params: SamplingParams,
         wait_group: str | None = None,
         grammar: Any = None,
+        owner: Owner = Owner(),  # noqa: B008  (immutable)
     ) -> list[Sequence]:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
 
@@ -210,10 +213,15 @@ class Engine:
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
-        waiting = len(self.scheduler.waiting)
-        if waiting and waiting + params.n > self.config.max_waiting:
-            raise QueueFull(f"{waiting} requests wait and max_waiting is {self.config.max_waiting}; try again later")
-        sequences = self.admission.sequences(request_id, prompt, params, wait_group, grammar)
+        queue, most = self.scheduler.waiting, self.config.max_waiting
+        waiting, own = queue.num_of(owner.client), queue.num_unfinished(owner.client, wait_group or request_id)
+        # A queue that one large request has filled has room for small ones.
+        room = most + most // RESERVE if own + params.n <= most // SMALL_REQUEST else most
+        if waiting and waiting + params.n > room:
+            raise QueueFull(f"{waiting} answers wait and max_waiting is {most}; try again later")
+        if len(queue) + params.n > FULL_QUEUES * most:
+            raise QueueFull(f"the queues of {FULL_QUEUES} clients are full; try again later")
+        sequences = self.admission.sequences(request_id, prompt, params, wait_group, grammar, owner)
         self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)

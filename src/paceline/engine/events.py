@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.core.sequence import Sequence, TokenLogprobs
+from paceline.core.sequence import Owner, Sequence, TokenLogprobs
 from paceline.errors import PacelineError
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -28,6 +28,7 @@ class Request:
     wait_group: str | None = None
     streamed: bool = False  # its tokens are reported as they are committed
     may_wait: bool = False  # a full queue makes it wait; else it is refused
+    owner: Owner = Owner()  # noqa: RUF009  (immutable)
     grammar: Any = None  # compiled `structured_outputs`, or the error of compiling them; None: the engine compiles
 
 

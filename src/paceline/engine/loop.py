@@ -116,7 +116,7 @@ class EngineLoop:
             if self._died is not None:
                 raise _fresh(self._died)
             sequences = self.engine.add_request(
-                request_id, request.prompt, request.params, request.wait_group, request.grammar
+                request_id, request.prompt, request.params, request.wait_group, request.grammar, request.owner
             )
         except QueueFull as full:
             if request.may_wait:
@@ -172,7 +172,8 @@ class EngineLoop:
         """Fail the requests that took part in a step that raised; waiting requests are kept."""
         log.debug("a step failed", exc_info=problem)
         scheduler = self.engine.scheduler
-        part = scheduler.running or scheduler.waiting[:1]  # the one to be admitted, where none ran
+        head = scheduler.waiting.head()
+        part = scheduler.running or ([] if head is None else [head])  # the one to be admitted, where none ran
         for request_id in dict.fromkeys(sequence.request_id for sequence in part):
             self._cancel_failed(request_id, problem)
 

@@ -1,6 +1,8 @@
 """The rows of the next step, the sequences that wait, and those that are preempted.
 
-Order of arrival decides admission, blocks and preemption (the youngest first). The oldest sequence is never preempted
+`FairQueue` decides whose prompt is computed next, and who begins. A sequence begins where there is a place and blocks;
+where there are none it displaces a sequence of a client, or a request, that holds more than it would itself. Where
+blocks run short, a sequence of the client with the most blocks is preempted. The oldest sequence is never preempted
 while another runs, and one sequence always fits, so all finish. Preemption forgets computed K/V, never tokens.
 
 A step is scheduled in one of two ways. `schedule` knows all committed tokens. `schedule_ahead` follows a plain step
@@ -18,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from paceline.config import MAX_K, EngineConfig
+from paceline.core.fair_queue import FairQueue, client_of, displaced_by, last_with_most, num_blocks
 from paceline.core.sequence import Sequence, Status
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager, Reserved
@@ -58,16 +61,18 @@ class Scheduler:
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
         self._arrival: dict[str, int] = {}
-        self.waiting: list[Sequence] = []  # both lists in order of arrival
-        self.running: list[Sequence] = []
+        self.waiting = FairQueue()
+        self.running: list[Sequence] = []  # in order of arrival
         self._rows: dict[str, Row] = {}  # rows of the step being scheduled, by sequence key
         self._num_tokens = self._num_drafted = 0  # in these rows
         self._changes = 0  # sequences that joined or left since the start
+        self._was_short = False  # a row of the step being scheduled had to preempt another
+        self._displacing: tuple[int, str, bool] = 0, "", False  # `_changes`, key of the head, and `_can_displace` then
         self._looking: dict[str, Sequence] = {}  # running sequences whose next token may need the host
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -80,23 +85,22 @@ class Scheduler:
     def sequences(self) -> Iterator[Sequence]:
         return itertools.chain(self.running, self.waiting)
 
-    def schedule(self) -> Batch:
-        """Schedule decodes first, so that no long prompt delays them; then prompts, oldest first, with the rest."""
+    def schedule(self, *, unpublished: bool = False) -> Batch:
+        """Schedule decodes first, so that no long prompt delays them; then prompts, in the order of turns, with the
+        rest. `unpublished`: the step before is not published yet, so no sequence may be displaced."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
             if sequence.finish_reason is None:  # else it leaves once the step that ended it is published
                 (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
         plans = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
-        self._rows, self._num_tokens, self._num_drafted = {}, 0, 0
+        self._rows, self._num_tokens, self._num_drafted, self._was_short = {}, 0, 0, False
         promised = len(decodes)
         for sequence, plan in zip(decodes, plans, strict=True):
             promised -= 1
             self._continue(sequence, promised, plan)
-        for sequence in prompts:
-            self._continue(sequence)
-        if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
-            self._admit()  # not in a step that had to preempt: the newcomer would be next
+        self.waiting.charge_all(decodes, [1] * len(decodes))
+        self._compute_prompts(prompts, may_displace=not unpublished)
         rows, size = list(self._rows.values()), self.blocks.block_size
         filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
         return self._end(Batch.of(rows), filled, max([len(row.sequence.blocks) for row in rows], default=0))
@@ -110,6 +114,8 @@ class Scheduler:
         row in `batch`, and where blocks are short: only `schedule` preempts.
         """
         if batch.num_drafted or any(sequence.looks_back for sequence in self._looking.values()):
+            return None
+        if self.waiting and (self._can_displace() if not self.has_place else self._comes_first(batch)):
             return None
         ahead = self._continued(batch)
         if ahead is None:
@@ -126,8 +132,9 @@ class Scheduler:
                 return None
         for sequence, end in growing:
             self.blocks.allocate(sequence, end)
-        self._rows, self._num_tokens, self._num_drafted = {}, ahead.num_tokens, 0
-        self._admit()
+        self._rows, self._num_tokens, self._num_drafted, self._was_short = {}, ahead.num_tokens, 0, False
+        self.waiting.charge_all(ahead.sequences, ahead.count.tolist())
+        self._compute_prompts([], may_displace=False)
         if self._rows:
             ahead = ahead.joined(Batch.of(list(self._rows.values())))
         size = self.blocks.block_size
@@ -193,7 +200,9 @@ class Scheduler:
     def has_spare_blocks(self) -> bool:
         """Return whether the next step may be scheduled before the last one is published: no waiting sequence could
         take the place of one that ends there, and there are blocks for all without preemption."""
-        if self.waiting and (self.has_place or any(sequence.finish_reason is not None for sequence in self.running)):
+        if self.waiting and (self.has_place or self._can_displace()):
+            return False
+        if self.waiting and any(sequence.finish_reason is not None for sequence in self.running):
             return False
         tokens = sum([len(sequence.tokens) - sequence.num_computed for sequence in self.running])
         return SPARE_BLOCKS * len(self.running) + tokens // self.blocks.block_size <= self.blocks.num_free
@@ -201,10 +210,11 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whether it runs, waits or is cancelled; its blocks are free when this returns."""
         if sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.status is not Status.FINISHED:  # also one that waits: it may have run before it was preempted
             self._leave(sequence)
+            self.waiting.finished(sequence)
         self._arrival.pop(sequence.key, None)
         sequence.status = Status.FINISHED
 
@@ -226,7 +236,7 @@ class Scheduler:
         return batch
 
     def _continue(self, sequence: Sequence, promised: int = 0, plan: DraftPlan = NO_DRAFT) -> None:
-        """Schedule a row, preempting the youngest; keep `promised` tokens, and blocks, for other decodes."""
+        """Schedule a row, preempting where blocks are short; keep `promised` tokens, and blocks, for other decodes."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         length, first, nodes = len(sequence.tokens), sequence.num_computed, plan.max_nodes
@@ -244,7 +254,7 @@ class Scheduler:
             if nodes and self.blocks.missing(sequence, last) + promised > self.blocks.num_free:  # others may need one
                 nodes, last = 0, end  # a draft never preempts
             while self.blocks.missing(sequence, end) > self.blocks.num_free:
-                victim = self.running[-1]
+                self._was_short, victim = True, self._with_most_blocks()
                 self._preempt(victim)
                 if victim is sequence:
                     return
@@ -261,21 +271,93 @@ class Scheduler:
     def _slots_behind(self, method: str, nodes: int) -> int:
         return max(nodes, self._scratch_slots.get(method, 0))
 
-    def _admit(self) -> None:
-        while self.waiting and self.has_place:
-            sequence = self.waiting[0]
-            if self._num_tokens >= self._most_tokens or self._waits_for_sibling(sequence):
+    def _compute_prompts(self, prompts: list[Sequence], *, may_displace: bool) -> None:
+        """Give the step's other tokens to prompts in the order of turns: `prompts`, which run, and those that wait."""
+        passed = set[str]()
+        under_way, may_begin = sorted(prompts, key=self.waiting.turn, reverse=True), True
+        while self._num_tokens < self._most_tokens:
+            # None begins in a step that had to preempt: it would be preempted next.
+            newcomer = self.waiting.head(passed) if may_begin and not self._was_short else None
+            if newcomer is None and not under_way:
                 return
-            prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
-            # Blocks for all its tokens, so that it is not preempted at once; alone it always fits.
-            needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
-            if needed > self.blocks.num_free_after(prefix):
-                return
-            self.waiting.pop(0)
-            self._start(sequence, prefix)
-            self._continue(sequence)
-            for listener in self._listeners:
-                listener.joined(sequence)
+            if newcomer is None or (under_way and not self.waiting.precedes(newcomer, under_way[-1])):
+                self._charge(under_way.pop())
+            elif self._waits_for_sibling(newcomer):
+                passed.add(newcomer.request_id)
+            else:  # none behind one that lacks blocks begins: it would take them for ever
+                may_begin = self._begin(newcomer)
+                if not may_begin and may_displace and (self.has_place or self._can_displace()):  # once in a step
+                    may_begin, may_displace = self._displace_for(newcomer), False
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """Admit a sequence that waits and schedule its row, or return False."""
+        prefix, missing = self._missing(sequence)
+        if missing > 0 or not self.has_place:
+            return False
+        self.waiting.take(sequence)
+        self._start(sequence, prefix)
+        self._charge(sequence)
+        for listener in self._listeners:
+            listener.joined(sequence)
+        return True
+
+    def _missing(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Return the cached blocks that a sequence begins with, and how many of the others are not free."""
+        prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
+        # Blocks for all its tokens, so that it is not preempted at once; alone it always fits.
+        needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
+        return prefix, needed - self.blocks.num_free_after(prefix)
+
+    def _displace_for(self, newcomer: Sequence) -> bool:
+        """Admit a sequence in the place of others, or return False."""
+        victims = self._victims(newcomer, self._missing(newcomer)[1])
+        for victim in victims:
+            self._preempt(victim)
+        return bool(victims) and self._begin(newcomer)
+
+    def _charge(self, sequence: Sequence) -> None:
+        """Schedule a part of a prompt, and charge its client."""
+        self._continue(sequence)
+        row = self._rows.get(sequence.key)
+        if row is not None:
+            self.waiting.charge(sequence.owner.client, row.count)
+
+    def _victims(self, newcomer: Sequence, missing: int) -> list[Sequence]:
+        """Return sequences whose places and blocks a newcomer takes; none: it has to wait. `missing`: blocks that it
+        needs and that are not free."""
+        lacks_place, victims = not self.has_place, list[Sequence]()
+        blocks = self.blocks.blocks_for(len(newcomer.tokens) + 1)
+        left = [one for one in self.running[1:] if one.finish_reason is None]
+        while lacks_place or missing > 0:
+            victim = displaced_by(newcomer, left, None if lacks_place else blocks)
+            if victim is None:
+                return []
+            left.remove(victim)
+            victims.append(victim)
+            lacks_place, missing = False, missing - self.blocks.num_unshared(victim)
+        return victims
+
+    def _can_displace(self) -> bool:
+        """Return whether the first sequence that waits, for want of a place, would take another's."""
+        head = self.waiting.head()
+        key = "" if head is None else head.key
+        if self._displacing[:2] != (self._changes, key):
+            self._displacing = self._changes, key, head is not None and bool(self._victims(head, 0))
+        return self._displacing[2]
+
+    def _comes_first(self, batch: Batch) -> bool:
+        """Return whether a sequence that waits has its turn before a prompt of the batch that is not complete."""
+        head = self.waiting.head()
+        if head is None or batch.all_sample:
+            return False
+        under_way = [batch.sequences[row] for row in np.flatnonzero(~batch.samples)]
+        running = [one for one in under_way if one.status is Status.RUNNING]
+        return bool(running) and self.waiting.precedes(head, min(running, key=self.waiting.turn))
+
+    def _with_most_blocks(self) -> Sequence:
+        """Return the sequence to preempt: of the client with the most blocks the last in its order."""
+        others = self.running[1:] or self.running
+        return last_with_most(others, client_of, num_blocks) or others[-1]
 
     def _start(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.take_prefix(sequence, prefix)
@@ -314,4 +396,4 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.num_computed = sequence.num_cached = 0
         sequence.num_preemptions += 1
-        bisect.insort(self.waiting, sequence, key=lambda s: self._arrival[s.key])
+        self.waiting.put_back(sequence)

@@ -13,7 +13,7 @@ namespace lookup {
 using suffix::Row;
 
 struct Rule {  // native.RuleView
-    const suffix::Index* store;      // store of `suffix`; null: there is none
+    const suffix::Index* corpus;     // corpus of `suffix`; null: there is none
     const suffix::Weights* weights;  // weights of `suffix`; null: the rule is `ngram`
     int64_t ngram_min, ngram_max;    // tokens of a match by `ngram`
 };
@@ -23,8 +23,8 @@ inline Row& row_at(int64_t address) { return *reinterpret_cast<Row*>(address); }
 // Returns the level: how well a draft is supported; 0: it would be empty.
 inline int64_t find(const Rule& rule, Row& row) {
     if (!rule.weights) return suffix::find_longest(row, rule.ngram_min, rule.ngram_max);
-    suffix::find(row, rule.store, *rule.weights);
-    return suffix::level_of(row, rule.store, *rule.weights);
+    suffix::find(row, rule.corpus, *rule.weights);
+    return suffix::level_of(row, rule.corpus, *rule.weights);
 }
 
 // `rows`: addresses of the rows, the end of each row's new tokens, then the tokens. Levels overwrite the ends.
@@ -55,7 +55,7 @@ inline long draft_all(const Rule& rule, const int64_t* rows, long num_rows, long
         const Row& row = row_at(rows[i]);
         suffix::Tree tree = {tokens + at, parents + at, depths + at, 0};
         if (rule.weights)
-            suffix::grow(row, rows[num_rows + i], rule.store, *rule.weights, tree);
+            suffix::grow(row, rows[num_rows + i], rule.corpus, *rule.weights, tree);
         else
             suffix::continue_place(row, rows[num_rows + i], tree);
         counts[i] = tree.size;

@@ -15,7 +15,8 @@ constexpr int DEPTH = 24, NUM_LEVELS = 3, LEVELS[NUM_LEVELS] = {5, 2, 1}, LIMIT 
 constexpr int COPY = 1;  // the level of two tokens
 constexpr int32_t END = -1, NO_TOKEN = -2;
 constexpr uint64_t PRIME = 1858537381, BASE = (1ull << 32) % PRIME;
-constexpr int MOST_PLACES = 2 * (NUM_LEVELS - 1) * LIMIT + 2;  // two levels of two texts, and a deviating copy
+constexpr int NUM_TEXTS = 3;  // a row's own, the past answers of its domain, the corpus
+constexpr int MOST_PLACES = NUM_TEXTS * (NUM_LEVELS - 1) * LIMIT + 2;  // two levels of each text, and a deviating copy
 static_assert(MOST_PLACES <= 64, "sets of places are bits of a word");
 
 struct Weights {  // the constants of tree.py
@@ -28,12 +29,12 @@ struct Index {
 };
 
 struct Place {
-    int64_t match, in_store, start;  // tokens shared; whether in the store; position of the token that followed
+    int64_t match, text, start;  // tokens shared; 0: the own text, 1: past answers, 2: corpus; position of the token that followed
     double votes;
 };
 
 struct Row {
-    Index* own;  // null: there was no memory for one
+    Index *own, *past;  // null: there was no memory for one; no answer of the row's domain is known
     int64_t tail_size;
     int32_t tail[DEPTH + 2];  // the last tokens, newest first, then NO_TOKEN
     int64_t count;            // number of places
@@ -98,7 +99,7 @@ static void append(Row& row, const int64_t* tokens, int64_t count) {
 }
 
 // Adds the places of a text that levels `first` to `last` find, the newest first.
-static void collect(Row& row, const Index* index, int64_t in_store, int first, int last, double votes) {
+static void collect(Row& row, const Index* index, int64_t text, int first, int last, double votes) {
     if (!index) return;
     Occurrence all[NUM_LEVELS * LIMIT];
     int total = 0;
@@ -113,7 +114,7 @@ static void collect(Row& row, const Index* index, int64_t in_store, int first, i
         total = count;
     }
     for (int i = 0; i < total; i++)
-        row.places[row.count++] = {all[i].match, in_store, all[i].position, votes * (double)(1ll << all[i].match)};
+        row.places[row.count++] = {all[i].match, text, all[i].position, votes * (double)(1ll << all[i].match)};
 }
 
 // Adds the positions where a copy that deviated at the last token may continue; `share` of the probability is theirs.
@@ -149,12 +150,13 @@ static int64_t find_longest(Row& row, int64_t shortest, int64_t longest) {
     return row.count ? best.match : 0;
 }
 
-static void find(Row& row, const Index* store, const Weights& weights) {
+static void find(Row& row, const Index* corpus, const Weights& weights) {
     row.count = 0;
     for (int first = 0; first < 2 && !row.count; first++) {  // places of a long context; if there are none, all
         int last = first ? NUM_LEVELS - 1 : 0;
         collect(row, row.own, 0, first, last, 1.0);
-        collect(row, store, 1, first, last, weights.store_weight);
+        collect(row, row.past, 1, first, last, weights.store_weight);
+        collect(row, corpus, 2, first, last, weights.store_weight);
     }
     for (int i = 1; i < row.count; i++) {  // a stable sort by context
         Place place = row.places[i];
@@ -170,17 +172,17 @@ static void find(Row& row, const Index* store, const Weights& weights) {
     if (longest <= 1 && row.own) add_after_deviation(row, weights, 1 - weights.hit_rate[longest]);
 }
 
-static const Index& text_of(const Row& row, const Place& place, const Index* store) {
-    return place.in_store ? *store : *row.own;
+static const Index& text_of(const Row& row, const Place& place, const Index* corpus) {
+    return place.text == 2 ? *corpus : place.text ? *row.past : *row.own;
 }
 
-static int64_t level_of(const Row& row, const Index* store, const Weights& weights) {
+static int64_t level_of(const Row& row, const Index* corpus, const Weights& weights) {
     if (!row.count || row.places[0].match >= LEVELS[0]) return row.count ? row.places[0].match : 0;
     int32_t tokens[MOST_PLACES];
     double votes[MOST_PLACES], sure = 0.0;
     int num_tokens = 0;
     for (int i = 0; i < row.count; i++) {
-        const Index& index = text_of(row, row.places[i], store);
+        const Index& index = text_of(row, row.places[i], corpus);
         int32_t token = index.text[row.places[i].start & (index.rows - 1)];
         int at = 0;
         while (at < num_tokens && tokens[at] != token) at++;
@@ -226,9 +228,9 @@ static double votes_of(const Row& row, uint64_t places) {
 
 // Returns the number of likely tokens, from `depth` on, that follow every place; 0 if the places lie in two texts.
 static int64_t common_run(const Row& row, uint64_t places, int64_t depth, double probability, int64_t most,
-                          const Index* store, const Weights& weights, const int32_t** tokens) {
+                          const Index* corpus, const Weights& weights, const int32_t** tokens) {
     const Place& first = row.places[__builtin_ctzll(places)];
-    const Index& index = text_of(row, first, store);
+    const Index& index = text_of(row, first, corpus);
     int64_t count = 0, latest = first.start, last_slot = 0, mask = index.rows - 1;
     while (count < most && probability >= weights.threshold) {
         count++;
@@ -236,7 +238,7 @@ static int64_t common_run(const Row& row, uint64_t places, int64_t depth, double
     }
     for (uint64_t rest = places; rest; rest &= rest - 1) {
         const Place& place = row.places[__builtin_ctzll(rest)];
-        if (place.in_store != first.in_store) return 0;
+        if (place.text != first.text) return 0;
         int64_t slot = (place.start + depth) & mask;
         if (place.start > latest) latest = place.start;
         if (slot > last_slot) last_slot = slot;
@@ -254,7 +256,7 @@ static int64_t common_run(const Row& row, uint64_t places, int64_t depth, double
 }
 
 // Adds the most probable nodes, best first.
-static void grow(const Row& row, int64_t max_nodes, const Index* store, const Weights& weights, Tree& tree) {
+static void grow(const Row& row, int64_t max_nodes, const Index* corpus, const Weights& weights, Tree& tree) {
     Candidate waiting[2 * MOST_PLACES];  // disjoint, and each at least as likely as the threshold: never more than ten
     int count = 0;
     uint64_t places = row.count ? ~0ull >> (64 - row.count) : 0;
@@ -265,7 +267,7 @@ static void grow(const Row& row, int64_t max_nodes, const Index* store, const We
         if (!count && (!(places & (places - 1)) || best.match + depth >= LEVELS[0])) {
             double votes = votes_of(row, places), probability = per_vote * votes;
             const int32_t* tokens = nullptr;
-            int64_t run = common_run(row, places, depth, probability, max_nodes - tree.size, store, weights, &tokens);
+            int64_t run = common_run(row, places, depth, probability, max_nodes - tree.size, corpus, weights, &tokens);
             for (int64_t i = 0; i < run; i++) {
                 parent = tree.add(tokens[i], parent, ++depth);
                 probability *= weights.hit_rate[std::min(best.match + depth, (int64_t)DEPTH)];
@@ -279,7 +281,7 @@ static void grow(const Row& row, int64_t max_nodes, const Index* store, const We
         int num_children = 0;
         for (uint64_t rest = places; rest; rest &= rest - 1) {
             int place = __builtin_ctzll(rest);
-            const Index& index = text_of(row, row.places[place], store);
+            const Index& index = text_of(row, row.places[place], corpus);
             int64_t at = row.places[place].start + depth;
             int64_t token = at < index.end ? index.text[at & (index.rows - 1)] : tree.token_above(parent, at - index.end + 1);
             int child = 0;

@@ -24,6 +24,7 @@ from paceline import __version__
 from paceline.errors import (
     EngineClosed,
     InvalidParameter,
+    ModelNotFound,
     PacelineError,
     RequestFailed,
 )
@@ -40,14 +41,21 @@ from paceline.server.api.protocol import (
 )
 from paceline.server.capture import Capture
 from paceline.server.errors import Forbidden, body_of, from_http, from_validation
-from paceline.server.gate import RequestGuard, error_response
+from paceline.server.gate import ADMIN, CLIENT, RELOAD, RequestGuard, error_response
 from paceline.server.metrics import Metrics
-from paceline.server.process.client import EngineClient
+from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.state import AppState, ServerSettings
+from paceline.text.request_text import EncodedPrompt
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts of this machine, in a URL
+# Headers of a program that asks for itself.
+PLAIN_HEADERS = {"host", "user-agent", "accept", "accept-encoding", "connection", "content-type", "content-length"} | {
+    "authorization",
+    "x-request-id",
+}
 STRUCTURED = "structured_outputs"
 STATIC = Path(__file__).parent / "static"
 # The playground loads nothing from elsewhere and runs no inline script.
@@ -56,7 +64,7 @@ PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none';
 
 def create_app(settings: ServerSettings) -> FastAPI:
     metrics = Metrics(lambda method, rate: on_drift(client, method, rate))
-    client = EngineClient(settings.engine, [metrics.observe], metrics.cancelled)
+    client = EngineClient(settings.engine, [metrics.observe], metrics.cancelled, settings.engine_timeout_s)
     state = AppState(settings, client, metrics, capture=None if settings.capture is None else Capture(settings.capture))
 
     @contextlib.asynccontextmanager
@@ -83,6 +91,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_middleware(
         RequestGuard,
         api_keys=settings.api_keys,
+        admin_key=settings.admin_key,
         max_body_bytes=settings.max_body_bytes,
         on_error=lambda status: state.metrics.refused.labels(str(status)).inc(),
     )
@@ -157,13 +166,18 @@ def _add_model_routes(app: FastAPI, state: AppState) -> None:
         state.check_tokens("tokens", body.tokens)
         return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    @app.post("/v1/drafters/reload", include_in_schema=False)  # for the server's operator, not for clients
+    @app.post(RELOAD, include_in_schema=False)  # for the server's operator, not for clients
     async def reload(body: ReloadRequest, request: Request) -> Response:
-        if not _is_local(request):
-            raise Forbidden("a drafter is reloaded from the server's own machine only")
+        if getattr(request.state, CLIENT, None) != ADMIN and not _is_local(request):
+            raise Forbidden("a drafter is reloaded from the server's own machine, or with the key of --admin-key")
         started = time.perf_counter()
         log.info("loading drafter %s beside the engine that serves", body.drafter)
-        await state.client.reload(body.drafter)
+        try:
+            await state.client.reload(body.drafter, fetch=state.settings.allow_fetch)
+        except PacelineError as error:  # its message may say what is on the disk
+            log.warning("drafter %s cannot be loaded: %s", body.drafter, error)
+            kind = ModelNotFound if isinstance(error, ModelNotFound) else PacelineError
+            raise kind("the drafter cannot be loaded; the server's log says why") from error
         seconds = round(time.perf_counter() - started, 2)
         log.info("new requests are drafted for by %s, after %s s", body.drafter, seconds)
         return _json({"drafter": body.drafter, "methods": state.client.info["methods"], "seconds": seconds})
@@ -174,12 +188,18 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
     async def completions_route(body: CompletionRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        prompts = [await state.encode(prompt) for prompt in body.prompts()]
+        prompts, group = list[EncodedPrompt](), new_request_id("group")
+        for each in body.prompts():
+            prompts.append(await state.encode(each))
+            await asyncio.sleep(0)  # other requests are answered between two of many prompts
         async with contextlib.AsyncExitStack() as running:
             generations = []
             for prompt in prompts:
                 text = functools.partial(_keep_text, state.tokenizer, prompt.tokens)
-                generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl", keep=text))
+                asked = state.start(
+                    request, prompt, params, body, streamed=streamed, prefix="cmpl", group=group, keep=text
+                )
+                generations.append(await asked)
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
@@ -197,7 +217,9 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
             prompt = await state.encode_chat(conversation, variables)
             # Variables of the template are part of the prompt, but not of the messages that would be captured.
             keep = None if variables else functools.partial(Capture.chat, messages=conversation)
-            generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
+            generation = await state.start(
+                request, prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep
+            )
             if streamed:
                 return EventStream(chat.chunks(generation, body, state.name), [generation])
             output = await _whole(request, generation)
@@ -210,7 +232,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
         conversation = body.conversation()
         prompt = await state.encode_chat(conversation)
         keep = functools.partial(Capture.chat, messages=conversation)
-        generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
+        generation = await state.start(request, prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
         if streamed:
             return EventStream(responses.events(generation, body, state.name), [generation], named=True)
         output = await _whole(request, generation)
@@ -230,10 +252,12 @@ def _as_asked(body: ChatRequest) -> Iterator[None]:
 
 
 def _is_local(request: Request) -> bool:
+    """Return whether a request comes from this machine, straight: a proxy adds headers, and so does a browser."""
     try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+        near = request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
     except ValueError:
-        return False
+        near = False
+    return near and request.url.hostname in LOOPBACK and set(request.headers) <= PLAIN_HEADERS
 
 
 async def _whole(request: Request, generation: Generation) -> RequestOutput:
@@ -303,8 +327,8 @@ def on_drift(client: EngineClient, method: str, rate: float) -> None:
     client.relearn(method)
 
 
-def _keep_text(tokenizer: Tokenizer, prompt: list[int], capture: Capture, answer: str) -> None:
-    capture.text(tokenizer.decode(prompt), answer)
+def _keep_text(tokenizer: Tokenizer, prompt: list[int], capture: Capture, answer: str, domain: str) -> None:
+    capture.text(tokenizer.decode(prompt), answer, domain)
 
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

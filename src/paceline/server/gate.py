@@ -15,20 +15,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_of, status_of
+from paceline.server.trust import ApiKey
 
 log = logging.getLogger("paceline.server")
 OPEN_PATHS = ("/", "/health", "/version")  # paths without a key; the playground asks for it
 OPEN_FOLDER = "/static/"
 DRAIN = 8  # limits of a body; the part of a larger body that is read and dropped
+RELOAD = "/v1/drafters/reload"
+CLIENT = "client"  # name in a request's state
+ADMIN = " admin"  # client of the admin key; a name that no client has
 MAX_ID = 128  # characters of a request id that a client may choose
 
 
 class RequestGuard:
     def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, on_error: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[ApiKey],
+        max_body_bytes: int,
+        on_error: Callable[[int], None],
+        admin_key: str | None = None,
     ) -> None:
         self._app, self._limit, self._on_error = app, max_body_bytes, on_error
-        self._keys = [key.encode() for key in api_keys]
+        self._admin_key = None if admin_key is None else admin_key.encode()
+        self._keys = [(each.key.encode(), each.client) for each in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +65,7 @@ class RequestGuard:
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers)
+            scope.setdefault("state", {})[CLIENT] = self._client(scope["path"], headers)
             if (length := headers.get("content-length", "")).isdigit() and int(length) > self._limit:
                 raise too_large
             # HEAD is answered as GET; uvicorn sends the headers alone.
@@ -85,13 +96,18 @@ class RequestGuard:
             received += len(message.get("body", b""))
             more = message.get("more_body", False)
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
-            return
+    def _client(self, path: str, headers: Headers) -> str | None:
+        """Return the client that the request's key names, or refuse the request; None where no key is needed."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]  # every key is compared
-        if scheme.lower() != "bearer" or not any(matches):
+        given = key.strip().encode()
+        if path == RELOAD and self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
+            return ADMIN
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+            return None
+        clients = [client for known, client in self._keys if hmac.compare_digest(given, known)]  # every key is compared
+        if scheme.lower() != "bearer" or not clients:
             raise Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+        return clients[0]
 
 
 def error_response(error: PacelineError) -> Response:

@@ -33,6 +33,7 @@ from paceline.server.gate import error_response
 from paceline.server.prefix import in_order, prefix_of
 from paceline.server.process.messages import EngineSettings
 from paceline.server.state import AppState, ServerSettings
+from paceline.server.trust import Sharing
 
 NAME = "paceline"  # the application's name in Ray
 HOP = {b"connection", b"transfer-encoding", b"content-length"}  # headers of one hop; the front writes its own
@@ -195,7 +196,7 @@ def application(settings: ServerSettings, replicas: int, max_replicas: int | Non
 def app(arguments: dict[str, Any]) -> Any:
     """Return the application for `serve run paceline.server.ray:app NAME=VALUE ...` and Ray's configuration files."""
     known = {"model", "method", "drafter", "dtype", "device", "threads", "max_num_seqs", "served_name"}
-    known |= {"replicas", "max_replicas"}
+    known |= {"replicas", "max_replicas", "share_caches"}
     if unknown := sorted(set(arguments) - known):
         raise InvalidParameter(unknown[0], f"is not one of {', '.join(sorted(known))}")
     options = {name: value for name, value in arguments.items() if value is not None}
@@ -207,6 +208,8 @@ def app(arguments: dict[str, Any]) -> Any:
     settings = ServerSettings(
         EngineSettings(str(options.get("model", "smollm2")), load, engine, speculation),
         served_name=options.get("served_name"),
+        # The address is Ray's, and may be open to a network.
+        sharing=Sharing(on_network=True, share_caches=str(options.get("share_caches", "")).lower() in ("1", "true")),
     )
     limit = options.get("max_replicas")
     return application(settings, int(options.get("replicas", 1)), None if limit is None else int(limit))

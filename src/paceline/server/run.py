@@ -11,10 +11,12 @@ import socket
 import uvicorn
 
 from paceline.server.app import create_app
+from paceline.server.connections import bounded, default_connections
 from paceline.server.logs import OWN, set_up_logs
 from paceline.server.state import AppState, ServerSettings
 
 log = logging.getLogger("paceline.server")
+QUEUE = 2048  # connections that the kernel keeps until they are accepted
 LAST_S = 5  # seconds after the grace period in which the last answers are sent
 
 
@@ -24,6 +26,11 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: AppState) -> None:
         super().__init__(config)
         self._state = state
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.stopping, client = True, self._state.client
@@ -55,6 +62,9 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         access_log=False,
         timeout_graceful_shutdown=None if endless else math.ceil(settings.grace_s) + LAST_S,
         timeout_keep_alive=30,
+        http=bounded(settings.max_connections or default_connections()),
+        # Connections are accepted one by one, each once the one before is counted; the kernel's queue is longer.
+        backlog=1,
     )
     try:
         await state.client.start()

@@ -12,19 +12,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from starlette.requests import Request
+
+from paceline.engine.events import Request as EngineRequest
 from paceline.errors import EngineClosed, InvalidParameter, ModelNotFound, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.generation import Generation
 from paceline.server.api.protocol import Sampling
 from paceline.server.api.tool_calls import Style, style_of
 from paceline.server.capture import Capture
+from paceline.server.gate import CLIENT
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.process.messages import EngineSettings
+from paceline.server.trust import ApiKey, Sharing
 from paceline.text.request_text import EncodedPrompt, check_token_ids, encode_prompts
 from paceline.text.tokenizer import Tokenizer
 
-Keep = Callable[[Capture, str], None]  # writes one answer
+Keep = Callable[[Capture, str, str], None]  # writes one answer, with its domain
 LONG_TEXT = 20_000  # characters of a prompt that is encoded in a thread, so that others do not wait
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+|null")  # a browser's spelling
 
@@ -33,9 +38,14 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+|null")  # a browser
 class ServerSettings:
     engine: EngineSettings
     served_name: str | None = None  # None: the model's name
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    sharing: Sharing = Sharing()  # noqa: RUF009  (immutable)
     max_body_bytes: int = 4 << 20
     request_limit_s: float = 600.0
+    engine_timeout_s: float = 60.0  # seconds without a finished step after which the engine is killed
+    max_connections: int | None = None  # None: by the limit of files
+    admin_key: str | None = None  # allows to reload drafters from elsewhere
+    allow_fetch: bool = False  # a reload may name a drafter that is fetched
     grace_s: float = 10.0  # seconds in which running requests may finish when the server stops
     cors_origins: tuple[str, ...] = ()
     capture: Path | None = None  # file to which prompts and answers are written
@@ -109,18 +119,23 @@ class AppState:
 
     async def start(
         self,
+        asked: Request,
         prompt: EncodedPrompt,
         params: SamplingParams,
         body: Sampling,
         *,
         streamed: bool,
         prefix: str,
+        group: str | None = None,
         keep: Keep | None = None,
     ) -> Generation:
-        """Start a generation. `keep` is called for each answer, if answers are captured."""
+        """Start a generation. `group`: id of all prompts of one HTTP request; `keep` is called for each captured
+        answer."""
         if self.stopping:
             raise EngineClosed("the server is shutting down; try another one")
         request_id = new_request_id(prefix)
+        known, address = getattr(asked.state, CLIENT, None), "" if asked.client is None else asked.client.host
+        owner = self.settings.sharing.owner(known, address, body.cache_salt, group or request_id)
         resolved = params.resolve(self.client.info.get("generation_defaults", {}))
         self.metrics.submitted(request_id, len(prompt.tokens), body.tag)
         try:
@@ -128,17 +143,15 @@ class AppState:
                 self.client,
                 self.tokenizer,
                 prompt,
-                resolved,
-                streamed=streamed,
-                request_id=request_id,
+                EngineRequest(request_id, prompt.tokens, resolved, group, streamed=streamed, owner=owner),
                 limit_s=self.settings.request_limit_s,
-                on_end=lambda generation: self._keep(generation, keep),
+                on_end=lambda generation: self._keep(generation, keep, owner.domain),
             )
         except BaseException:
             self.metrics.cancelled(request_id)  # it may not have reached the engine
             raise
 
-    def _keep(self, generation: Generation, keep: Keep | None) -> None:
+    def _keep(self, generation: Generation, keep: Keep | None, domain: str) -> None:
         if self.capture is not None and keep is not None and generation.output is not None:
             for answer in generation.output.outputs:
-                keep(self.capture, answer.text)
+                keep(self.capture, answer.text, domain)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline.core.sequence import TokenLogprobs
 from paceline.errors import InvalidParameter, RequestFailed, short_repr
-from paceline.inputs import read_prompt
+from paceline.inputs import read_prompt, read_salt
 from paceline.outputs import Logprob
 from paceline.text.stop_strings import TextDecoder
 from paceline.text.tokenizer import Tokenizer
@@ -20,6 +20,7 @@ from paceline.text.tokenizer import Tokenizer
 class EncodedPrompt(NamedTuple):
     text: str | None  # None: the caller gave tokens
     tokens: list[int]
+    cache_salt: str | None = None  # narrows the requests with which caches are shared
 
 
 def encode_prompts(
@@ -30,7 +31,8 @@ def encode_prompts(
     texts = [form for form in forms if isinstance(form, str)]
     encoded = iter(tokenizer.encode_each(texts, add_special_tokens) if texts else ())
     return [
-        EncodedPrompt(form, next(encoded)) if isinstance(form, str) else EncodedPrompt(None, form) for form in forms
+        EncodedPrompt(form, next(encoded), salt) if isinstance(form, str) else EncodedPrompt(None, form, salt)
+        for form, salt in zip(forms, map(read_salt, prompts), strict=True)
     ]
 
 

@@ -43,7 +43,6 @@ def test_a_full_ring_forgets_the_oldest_and_finds_the_rest(tokens, sizes):
         at += size
         seen = tokens[:at]
         assert index.tokens().tolist() == seen[-64:]
-        assert index.tokens(5).tolist() == seen[-5:]
         for level, n in enumerate(LEVELS):
             matches = {}
             for position in index.occurrences(level, Context(seen), matches):
@@ -62,6 +61,6 @@ def test_positions_start_again_before_they_overflow(monkeypatch):
     tokens = [noise.randrange(3) for _ in range(1000)]
     for first in range(0, 1000, 7):
         index.extend(tokens[first : first + 7])
-        assert index.tokens(40).tolist() == tokens[: first + 7][-40:]
+        assert index.tokens().tolist()[-40:] == tokens[: first + 7][-40:]
         assert index.end < 400
     assert index.occurrences(LEVELS.index(1), Context(tokens), {})

@@ -40,7 +40,7 @@ def places_of(drafter, state):
     """(tokens shared, votes, position, whether elsewhere) of all that vote."""
     if isinstance(drafter.backend, NativeLookup):
         places = state.view.places[: state.view.count]
-        return [(place.match, place.votes, place.start, bool(place.in_store)) for place in places]
+        return [(place.match, place.votes, place.start, bool(place.text)) for place in places]
     return [(match, votes, start, index is not state.index) for match, votes, start, index in state.places]
 
 
@@ -61,6 +61,7 @@ def check_same(both, sequences, node_limits):
         states = [drafter.states[sequence.key] for drafter in both]
         assert places_of(native, states[0]) == places_of(plain, states[1])
         assert same_index(*(state.index for state in states))
+        assert same_index(*(state.past for state in states))
     drafts = native.propose(asked), plain.propose(asked)
     drafts[0].validate(100_000)
     for name in ("tokens", "parents", "depth", "num_nodes"):
@@ -70,7 +71,7 @@ def check_same(both, sequences, node_limits):
 
 def new_sequence(data, name, alphabet):
     prompt = data.draw(st.lists(st.sampled_from(alphabet), min_size=1, max_size=90))
-    return sequence_of(prompt, request_id=name)
+    return sequence_of(prompt, request_id=name, domain=data.draw(st.sampled_from(["", "", "one", "two"])))
 
 
 @st.composite

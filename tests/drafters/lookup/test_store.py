@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from paceline.drafters.lookup.index import DEPTH, END
+from paceline.drafters.lookup.index import END
 from paceline.drafters.lookup.store import MAX_CORPUS, SuffixStore
 from paceline.errors import InvalidParameter
-from tests.drafters.lookup.test_suffix import answer, encode, make_suffix
+from tests.drafters.lookup.test_suffix import answer, encode, kept, make_suffix
 from tests.helpers.toys import propose, sequence_of
 
 
@@ -25,8 +25,18 @@ def test_what_was_learned_is_kept_between_runs(tmp_path):
     again.save()
     again.save()
     third = make_suffix(encode, suffix_store=str(path))
-    assert third.store.index.tokens().tolist() == [1, 2, 3, 4, 5, END, 6, 7, 8, END]
+    assert kept(third) == [1, 2, 3, 4, 5, END, 6, 7, 8, END]
     assert [file.name for file in path.parent.iterdir()] == ["store"]
+
+
+def test_answers_are_kept_by_domain(tmp_path):
+    path = str(tmp_path / "store")
+    drafter = make_suffix(encode, suffix_store=path)
+    answer(drafter, [1, 2, 3], domain="one")
+    answer(drafter, [4, 5], domain="two")
+    drafter.close()
+    again = make_suffix(encode, suffix_store=path)
+    assert [kept(again, name) for name in ("one", "two", "")] == [[1, 2, 3, END], [4, 5, END], []]
 
 
 def test_a_store_without_news_is_not_written(tmp_path):
@@ -41,8 +51,8 @@ def broken_files(good):
     yield "damaged", good[:-3]
     yield "damaged", header + b"\n"
     yield "damaged", header + b"\n" + payload[:-4] + b"\xff\xff\xff\x7f"
-    yield "damaged", header.replace(b'"tokens": 6', b'"tokens": "x"') + b"\n" + payload
-    yield "left as it is", header.replace(b'"format": 1', b'"format": 2') + b"\n" + payload
+    yield "damaged", header.replace(b'["", 6]', b'["", "x"]') + b"\n" + payload
+    yield "left as it is", header.replace(b'"format": 2', b'"format": 1') + b"\n" + payload
     yield "left as it is", header.replace(b'"vocab_size": 11', b'"vocab_size": 12') + b"\n" + payload
     yield "left as it is", b"dear diary\n" + payload
     yield "left as it is", b"[1, 2]\n"
@@ -61,7 +71,7 @@ def test_a_broken_or_foreign_file_is_no_obstacle(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="paceline"):
             started = make_suffix(encode, suffix_store=str(path))
         assert problem in caplog.text, content[:100]
-        assert started.store.index.end == DEPTH
+        assert not kept(started)
         answer(started, [1, 2, 3])
         started.close()
         assert (path.read_bytes() == content) == (problem != "damaged"), "only our own broken file is replaced"
@@ -69,7 +79,7 @@ def test_a_broken_or_foreign_file_is_no_obstacle(tmp_path, caplog):
     caplog.clear()
     other = make_suffix(lambda text: encode(text)[::-1], suffix_store=str(path))
     assert "another tokenizer" in caplog.text
-    assert other.store.index.end == DEPTH
+    assert not kept(other)
 
 
 def test_a_store_that_cannot_be_written_warns(tmp_path, caplog):
@@ -91,7 +101,8 @@ def test_a_store_larger_than_the_memory_keeps_the_newest(tmp_path):
     small = SuffixStore(10_000, 11, encode, path)
     small.load()
     assert small.nbytes <= 10_000
-    assert small.index.tokens().tolist() == large.index.tokens().tolist()[-small.index.rows :]
+    few, all_of_them = small.answers(""), large.answers("")
+    assert few.tokens().tolist() == all_of_them.tokens().tolist()[-few.rows :]
 
 
 def test_a_corpus_seeds_the_store_but_is_not_saved_with_it(tmp_path):
@@ -100,12 +111,13 @@ def test_a_corpus_seeds_the_store_but_is_not_saved_with_it(tmp_path):
     corpus = (str(tmp_path / "one.txt"), str(tmp_path / "two.txt"))
     drafter = make_suffix(encode, suffix_corpus=corpus, suffix_store=str(tmp_path / "store"))
     text = [*encode("hello world\n" * 3), END, *encode("other words"), END]
-    assert drafter.store.index.tokens().tolist() == text
+    assert drafter.store.corpus.tokens().tolist() == text
     assert propose(drafter, sequence_of(encode("hello wo")), 3)[0] == encode("rld")
     answer(drafter, [1, 2, 3])
     drafter.close()
     again = make_suffix(encode, suffix_corpus=corpus, suffix_store=str(tmp_path / "store"))
-    assert again.store.index.tokens().tolist() == [*text, 1, 2, 3, END]
+    assert again.store.corpus.tokens().tolist() == text
+    assert kept(again) == [1, 2, 3, END]
 
 
 def test_a_corpus_that_cannot_be_read_is_refused_by_name(tmp_path):

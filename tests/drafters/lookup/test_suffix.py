@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
+from paceline.core.sequence import Owner
 from paceline.drafters import METHODS, DrafterContext, DraftRequest
-from paceline.drafters.lookup.index import DEPTH, END
+from paceline.drafters.lookup.index import END
 from paceline.drafters.lookup.suffix import SuffixDrafter
 from paceline.drafters.lookup.tree import INSERTED, LEVEL_STEPS, SUBSTITUTED
 from paceline.testing import toy_config
@@ -39,12 +40,18 @@ def encode(text):
     return [ord(letter) % 11 for letter in text]
 
 
-def answer(drafter, tokens, request_id="past"):
+def answer(drafter, tokens, request_id="past", domain=""):
     """Let the drafter see a finished answer."""
-    sequence = sequence_of([9, *tokens], 1, request_id)
+    sequence = sequence_of([9, *tokens], 1, request_id, domain=domain)
     drafter.index_prompt(sequence, len(sequence.tokens) - 1)
     sequence.finish_reason = "stop"
     drafter.release(sequence)
+
+
+def kept(drafter, domain=""):
+    """The past answers of a domain."""
+    index = drafter.store.answers(domain)
+    return [] if index is None else index.tokens().tolist()
 
 
 # -- both rules --------------------------------------------------------------------------------------------------
@@ -69,7 +76,7 @@ def test_commits_propose_the_same_as_a_fresh_drafter(method, tokens, data):
         sequence.tokens += tokens[len(sequence.tokens) :][: data.draw(st.integers(1, 3))]
         drafter.index_prompt(sequence, len(sequence.tokens) - 1)
         assert propose(drafter, sequence, 5) == propose(make(method), sequence, 5)
-    assert method == "ngram" or drafter.store.index.end == make(method).store.index.end, "learned before the end"
+    assert method == "ngram" or not kept(drafter), "learned before the end"
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
@@ -170,7 +177,7 @@ def test_unknown_sequences_can_be_released_and_teach_nothing():
     drafter, sequence = make_suffix(), sequence_of([1, 2, 3, 4, 5], 1)
     sequence.finish_reason = "stop"
     drafter.release(sequence)
-    assert drafter.store.index.end == DEPTH
+    assert not kept(drafter)
     assert drafter.nbytes == drafter.store.nbytes
 
 
@@ -180,13 +187,13 @@ def test_finished_answers_serve_later_requests_and_are_learned_once():
     drafter.admit(past, 0, 0)
     drafter.index_prompt(past, 5)
     drafter.release(past)  # preempted
-    assert drafter.store.index.end == DEPTH
+    assert not kept(drafter)
     drafter.admit(past, 0, 0)
     drafter.index_prompt(past, 7)
     past.finish_reason = "length"
     drafter.release(past)
     drafter.release(past)
-    assert drafter.store.index.tokens().tolist() == [1, 2, 3, 4, 5, 6, END], "the output alone, once"
+    assert kept(drafter) == [1, 2, 3, 4, 5, 6, END], "the output alone, once"
     assert propose(drafter, sequence_of([8, 1, 2, 3]), 8) == ([4, 5, 6], [-1, 0, 1])
     assert propose(drafter, sequence_of([7, 2, 3]), 1) == ([4], [-1])
 
@@ -198,7 +205,37 @@ def test_aborted_answers_are_not_learned():
     drafter.release(past)
     past.finish_reason = "abort"
     drafter.release(past)
-    assert drafter.store.index.end == DEPTH
+    assert not kept(drafter)
+
+
+def test_a_domain_drafts_from_its_own_answers_alone():
+    drafter = make_suffix()
+    waiting = {name: sequence_of([8, 1, 2], request_id=name, domain=name) for name in ("one", "two")}
+    assert drafter.levels([*waiting.values()]) == [0, 0]
+    answer(drafter, [1, 2, 3, 4, 5], domain="one")
+    answer(drafter, [1, 2, 6, 7, 0], domain="two")
+    for name, tokens in (("one", [3, 4, 5]), ("two", [6, 7, 0])):
+        assert propose(drafter, waiting[name], 8)[0] == tokens
+        assert propose(drafter, sequence_of([4, 1, 2], request_id="new " + name, domain=name), 8)[0] == tokens
+    assert propose(drafter, sequence_of([8, 1, 2], request_id="three", domain="three"), 8)[0] == []
+
+
+def test_a_request_that_is_its_own_domain_leaves_nothing_behind():
+    drafter = make_suffix()
+    alone = sequence_of([9, 1, 2, 3, 4], 1, "alone")
+    alone.owner = Owner("alone", lasts=False)
+    drafter.index_prompt(alone, 4)
+    alone.finish_reason = "stop"
+    drafter.release(alone)
+    assert drafter.nbytes == 0
+
+
+def test_without_past_answers_only_the_text_and_the_corpus_draft(tmp_path):
+    (tmp_path / "corpus.txt").write_text("hello world")
+    drafter = make_suffix(encode, suffix_answers=False, suffix_corpus=(str(tmp_path / "corpus.txt"),))
+    answer(drafter, [1, 2, 3, 4, 5])
+    assert not kept(drafter)
+    assert propose(drafter, sequence_of(encode("hello wo"), domain="any"), 3)[0] == encode("rld")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
@@ -234,6 +271,21 @@ def test_memory_stays_within_its_bound_and_the_oldest_answers_go_first():
         drafter.release(sequence)
 
 
+def test_the_domain_used_least_recently_goes_first():
+    noise = random.Random(1)
+    drafter = make_suffix(vocab_size=49152, suffix_bytes=614_400)
+    texts = {name: [noise.randrange(49152) for _ in range(3_000)] for name in "abcdef"}
+    for name in "abcd":
+        answer(drafter, texts[name], domain=name)
+    assert propose(drafter, sequence_of(texts["a"][:9], request_id="x", domain="a"), 2)[0] == texts["a"][9:11]
+    for name in "ef":
+        answer(drafter, texts[name], domain=name)
+        assert drafter.nbytes <= 614_400
+    left = [name for name in "abcdef" if kept(drafter, name)]
+    assert {"a", "e", "f"} <= {*left}
+    assert "b" not in left
+
+
 @pytest.mark.parametrize("suffix_bytes", [0, 100, 9_300])
 def test_a_bound_too_small_for_anything_drafts_nothing(suffix_bytes):
     drafter = make_suffix(suffix_bytes=suffix_bytes)
@@ -257,7 +309,7 @@ def test_answers_come_in_fewer_passes_and_are_learned_once_whatever_was_preempte
         assert sum(one.num_preemptions for one in sequences.values()) > 0 or num_blocks == 128
         passes.append(engine.stats.num_steps)
         if drafters and len(passes) == 2:
-            assert len(drafter.store.index.tokens()) == 4 * 25, "every answer once"
+            assert len(kept(drafter)) == 4 * 25, "every answer once"
             assert drafter.nbytes == drafter.store.nbytes
     plain, cold, warm = passes
     assert cold < plain

@@ -24,11 +24,13 @@ from benchmarks.clients import Answer, ask
 from paceline import LLM, SamplingParams
 from paceline.cli.serve import read_keys
 from paceline.core.verdict import TokenKind
+from paceline.engine.events import Request
 from paceline.server.api.generation import KINDS, Generation, TimeLimit
 from paceline.server.api.protocol import ChatRequest, CompletionRequest
 from paceline.server.gate import RequestGuard
 from paceline.server.logs import OWN, log_level, logs_json, set_up_logs
 from paceline.server.process.client import RequestInbox
+from paceline.server.trust import ApiKey
 from paceline.text.request_text import EncodedPrompt
 from tests.helpers.errors import refused
 from tests.server.conftest import Server, start_server, wait_until
@@ -352,14 +354,14 @@ def test_request_ids_come_back(server: Server) -> None:
 def test_a_request_is_stopped_at_the_time_limit(streamed: bool) -> None:
     cancelled: list[str] = []
 
-    def submit(*_: Any, request_id: str, **__: Any) -> RequestInbox:
-        return RequestInbox(request_id, cast("Any", None))
+    def submit(request: Request) -> RequestInbox:
+        return RequestInbox(request.request_id, cast("Any", None))
 
     async def run() -> None:
         client: Any = SimpleNamespace(submit=submit, cancel=cancelled.append)
         tokenizer: Any = None
-        asked: dict[str, Any] = {"streamed": streamed, "request_id": "r", "limit_s": 0.05}
-        generation = await Generation.start(client, tokenizer, EncodedPrompt(None, [1]), SamplingParams(), **asked)
+        asked = Request("r", [1], SamplingParams(), streamed=streamed)
+        generation = await Generation.start(client, tokenizer, EncodedPrompt(None, [1]), asked, limit_s=0.05)
         try:
             await generation.whole()
         finally:
@@ -378,8 +380,15 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PACELINE_API_KEY", "of-the-environment")
     file = tmp_path / "keys"
     file.write_text("first\nsecond\n")
-    assert read_keys(None) == ("of-the-environment",)
-    assert read_keys(file) == ("first", "second")
+    assert [each.key for each in read_keys(None)] == ["of-the-environment"]
+    assert [each.key for each in read_keys(file)] == ["first", "second"]
+    assert len({each.client for each in read_keys(file)}) == 2
+    file.write_text("one first\n\none second\nthird\n")
+    assert [each.client for each in read_keys(file)][:2] == ["one", "one"]
+    for bad in ("a b c", "one first\ntwo first"):
+        file.write_text(bad)
+        with refused("api-key-file"):
+            read_keys(file)
     file.write_text("\n")
     for bad in (file, tmp_path / "none"):
         with refused("api-key-file"):
@@ -426,7 +435,12 @@ def test_a_key_is_a_bearer_token(header: str | None, passes: bool) -> None:
         statuses.append(message.get("status"))
 
     headers = [] if header is None else [(b"authorization", header.encode())]
-    gate = RequestGuard(app, api_keys=("first", "second"), max_body_bytes=1024, on_error=lambda status: None)
+    gate = RequestGuard(
+        app,
+        api_keys=[ApiKey.unnamed(key) for key in ("first", "second")],
+        max_body_bytes=1024,
+        on_error=lambda status: None,
+    )
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
     asyncio.run(gate(scope, receive, send))
     assert (reached, 401 in statuses) == (["/v1/models"] if passes else [], not passes)

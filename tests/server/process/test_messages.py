@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.core.sequence import Owner
 from paceline.engine.events import Accepted, Call, Cancel, Delta, Ended, Failed, FinishedAnswer, Request, Submit
 from paceline.errors import EngineDied, InvalidParameter, PacelineError, QueueFull
 from paceline.outputs import SpeculationStats
@@ -38,7 +39,11 @@ def test_commands_of_one_message_keep_their_order() -> None:
         seed=2**62,
         structured_outputs={"json": {"type": "object"}},
     )
-    commands = [Submit([Request("r", [1, 2], params, streamed=True)]), Cancel(["r", "s"]), Relearn("suffix")]
+    commands = [
+        Submit([Request("r", [1, 2], params, "group", streamed=True, owner=Owner("one 5f", "one", lasts=False))]),
+        Cancel(["r", "s"]),
+        Relearn("suffix"),
+    ]
     assert decode_commands(join_commands([*map(encode_command, commands)])) == commands
     with pytest.raises(ValueError, match="Call"):
         encode_command(Call(id, None))  # type: ignore[arg-type]

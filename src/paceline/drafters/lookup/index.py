@@ -162,10 +162,9 @@ class SuffixIndex:
         last = np.append(~repeated, True)
         heads[bucket[last]] = position[last]
 
-    def tokens(self, last: int | None = None) -> Ints:
-        """Return the text that the ring holds, or its last tokens."""
-        size = min(self.end - DEPTH, self.rows)
-        count = size if last is None else min(size, last)
+    def tokens(self) -> Ints:
+        """Return the text that the ring holds."""
+        count = min(self.end - DEPTH, self.rows)
         tokens: Ints = self._text[np.arange(self.end - count, self.end) & (self.rows - 1)]
         return tokens
 
@@ -245,7 +244,7 @@ class Memory(Generic[Index]):
 class LookupState(Generic[Index]):
     """The lookup state of one sequence."""
 
-    __slots__ = ("at", "index", "indexed", "level", "sequence")
+    __slots__ = ("at", "index", "indexed", "level", "past", "sequence")
 
     def __init__(self, sequence: Sequence, index: Index | None) -> None:
         self.sequence = sequence
@@ -253,3 +252,8 @@ class LookupState(Generic[Index]):
         self.indexed = 0  # tokens
         self.at = -1  # length of the text when it was looked up
         self.level = 0  # result of that lookup
+        self.past: Index | None = None  # past answers of the sequence's domain
+
+    def use_past(self, past: Index | None) -> None:
+        """Search these past answers; what was found before no longer counts."""
+        self.past, self.at = past, -1

@@ -25,7 +25,8 @@ from paceline.drafters.lookup.tree import HIT_RATE, INSERTED, LEVEL_STEPS, STORE
 from paceline.native.library import Library
 
 PLANES = 3  # arrays of a draft: tokens, parents and depths
-MOST_PLACES = 2 * (len(LEVELS) - 1) * LIMIT + 2
+TEXTS = 3  # texts with places: the own one, past answers, the corpus
+MOST_PLACES = TEXTS * (len(LEVELS) - 1) * LIMIT + 2
 
 
 class WeightsView(ctypes.Structure):
@@ -38,7 +39,7 @@ class WeightsView(ctypes.Structure):
 
 class RuleView(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("store", "weights")),
+        *((name, c_void_p) for name in ("corpus", "weights")),
         *((name, c_int64) for name in ("ngram_min", "ngram_max")),
     )
 
@@ -54,12 +55,12 @@ class IndexView(ctypes.Structure):
 
 
 class PlaceView(ctypes.Structure):
-    _fields_ = (*((name, c_int64) for name in ("match", "in_store", "start")), ("votes", c_double))
+    _fields_ = (*((name, c_int64) for name in ("match", "text", "start")), ("votes", c_double))
 
 
 class RowView(ctypes.Structure):
     _fields_ = (
-        ("own", c_void_p),
+        *((name, c_void_p) for name in ("own", "past")),
         ("tail_size", c_int64),
         ("tail", c_int32 * (DEPTH + 2)),
         ("count", c_int64),
@@ -109,6 +110,10 @@ class NativeState(LookupState[NativeIndex]):
         self.address = ctypes.addressof(self.view)
         self.room = 0  # length of the text up to which the arrays need not grow
 
+    def use_past(self, past: NativeIndex | None) -> None:
+        super().use_past(past)
+        self.view.past = None if past is None else past.address
+
 
 class NativeLookup:
     def __init__(self, library: Library, memory: Memory[NativeIndex], rule: RuleView, owners: object = None) -> None:
@@ -121,10 +126,13 @@ class NativeLookup:
 
     @classmethod
     def by_suffix(cls, library: Library, memory: Memory[NativeIndex], store: SuffixStore) -> NativeLookup:
-        past, weights = store.index, WeightsView(HIT_RATE, THRESHOLD, STORE_WEIGHT, SUBSTITUTED, INSERTED, LEVEL_STEPS)
-        assert past is None or isinstance(past, NativeIndex)
-        rule = RuleView(store=None if past is None else past.address, weights=ctypes.addressof(weights))
-        return cls(library, memory, rule, (past, weights))
+        corpus, weights = (
+            store.corpus,
+            WeightsView(HIT_RATE, THRESHOLD, STORE_WEIGHT, SUBSTITUTED, INSERTED, LEVEL_STEPS),
+        )
+        assert corpus is None or isinstance(corpus, NativeIndex)
+        rule = RuleView(corpus=None if corpus is None else corpus.address, weights=ctypes.addressof(weights))
+        return cls(library, memory, rule, (corpus, weights))
 
     @classmethod
     def by_longest(cls, library: Library, memory: Memory[NativeIndex], lengths: tuple[int, int]) -> NativeLookup:

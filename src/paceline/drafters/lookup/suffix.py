@@ -1,9 +1,9 @@
 """Lookup drafters: they propose what followed a text's last tokens elsewhere. Two rules share one index.
 
-`suffix` (suffix decoding, 2411.04975) draws a tree from several places of this text and of past answers. Each sequence
-has an index over its prompt and output; one store over finished answers serves all. Together they keep within
-`suffix_bytes`: the store may take three quarters, and a sequence that finds no room left forgets its oldest tokens.
-Aborted and preempted sequences add nothing to the store, so nothing is learned twice.
+`suffix` (suffix decoding, 2411.04975) draws a tree from several places of this text, of past answers to its own domain
+(`core.sequence.Owner`) and of the corpus. Each sequence has an index over its prompt and output. Together they keep
+within `suffix_bytes`: the store may take three quarters, and a sequence that finds no room left forgets its oldest
+tokens. Aborted and preempted sequences add nothing to the store, so nothing is learned twice.
 
 `ngram` (prompt lookup) drafts a chain from one place of this text: the newest with the longest match. Chains of the
 index begin at 5, 2 and 1 tokens and show the latest occurrences, so a longer match further back may be missed.
@@ -46,24 +46,25 @@ S = TypeVar("S", bound=LookupState[Any])
 class Rule(NamedTuple):
     """Places that a lookup takes from a text and its index, the level they support, and the draft made of them."""
 
-    places: Callable[[SuffixIndex | None, SequenceOf[int]], list[Place]]
+    places: Callable[[LookupState[SuffixIndex]], list[Place]]
     level: Callable[[SequenceOf[Place]], int]
     tree: Callable[[list[Place], int], Tree]
 
 
 def suffix_rule(store: SuffixStore) -> Rule:
-    def places(index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
-        context, past = Context(tokens), store.index
+    def places(state: LookupState[SuffixIndex]) -> list[Place]:
+        context, index = Context(state.sequence.tokens), state.index
         lookups = [] if index is None else [Lookup(index, context)]
-        lookups += [] if past is None else [Lookup(past, context, STORE_WEIGHT)]
+        lookups += [Lookup(text, context, STORE_WEIGHT) for text in (state.past, store.corpus) if text is not None]
         return places_of(lookups, index, context)
 
     return Rule(places, level_of, grow)
 
 
 def longest_rule(shortest: int, longest: int) -> Rule:
-    def places(index: SuffixIndex | None, tokens: SequenceOf[int]) -> list[Place]:
-        return [] if index is None else longest_place(index, Context(tokens), shortest, longest)
+    def places(state: LookupState[SuffixIndex]) -> list[Place]:
+        context, index = Context(state.sequence.tokens), state.index
+        return [] if index is None else longest_place(index, context, shortest, longest)
 
     return Rule(places, lambda places: places[0][0] if places else 0, continuation)
 
@@ -116,7 +117,7 @@ class PythonLookup:
         for state in states:
             tokens = state.sequence.tokens
             self.index_up_to(state, len(tokens))
-            state.places, state.at = self._rule.places(state.index, tokens), len(tokens)
+            state.places, state.at = self._rule.places(state), len(tokens)
             state.level = self._rule.level(state.places)
 
     def draft(self, states: SequenceOf[PythonState], max_nodes: SequenceOf[int]) -> Draft:
@@ -177,8 +178,11 @@ class LookupDrafter(HostDrafter, Generic[S]):
         state = self.states.get(sequence.key)
         if state is None or state.sequence is not sequence:
             self._forget(sequence)
-            state = self.states[sequence.key] = self.backend.new(sequence)
+            state = self.states[sequence.key] = self.new_state(sequence)
         return state
+
+    def new_state(self, sequence: Sequence) -> S:
+        return self.backend.new(sequence)
 
     def _forget(self, sequence: Sequence) -> bool:
         """Drop the sequence's state; return whether there was one."""
@@ -198,6 +202,7 @@ class SuffixDrafter(LookupDrafter[Any]):
         library = load_library() if native else None
         make = SuffixIndex if library is None else NativeIndex.maker(library)
         self.store = SuffixStore(for_store, context.config.vocab_size, context.encode, settings.suffix_store, make)
+        self._learns = settings.suffix_answers
         self.store.seed(settings.suffix_corpus)
         self.store.load()
         self._memory: Memory[Any] = Memory(make, settings.suffix_bytes - for_store)
@@ -215,12 +220,19 @@ class SuffixDrafter(LookupDrafter[Any]):
         """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""
         self.backend.index_up_to(self.state_of(sequence), end)
 
+    def new_state(self, sequence: Sequence) -> Any:
+        state = super().new_state(sequence)
+        state.use_past(self.store.answers(sequence.owner.domain))
+        return state
+
     def release(self, sequence: Sequence) -> None:
-        known = self._forget(sequence)
-        if known and sequence.finish_reason not in (None, "abort", "error"):
-            self.store.learn(sequence.output_tokens)
+        known, owner = self._forget(sequence), sequence.owner
+        if known and self._learns and owner.lasts and sequence.finish_reason not in (None, "abort", "error"):
+            self.store.learn(sequence.output_tokens, owner.domain)
             for state in self.states.values():
-                state.at = -1  # more may be found now
+                past = self.store.known.get(state.sequence.owner.domain)
+                if past is not state.past or state.sequence.owner.domain == owner.domain:
+                    state.use_past(past)  # more may be found now; or the domain was dropped for another one
 
     def save(self) -> None:
         """Write the learned answers to `suffix_store`, if it is set."""

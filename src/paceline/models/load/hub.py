@@ -71,6 +71,14 @@ def resolve(name: str, progress: PullProgress | None = None) -> Path:
     raise ModelNotFound(f"no model is called {_shown(name)!r}{_suggestion(name)}; {_accepted()}")
 
 
+def resolve_here(name: str) -> Path:
+    """Return the model's folder or .gguf file; refuse one that would have to be downloaded."""
+    is_remote = name in ALIASES or (_existing(name) is None and not _looks_like_path(name))
+    if is_remote and cached_path(name) is None:
+        raise ModelNotFound(f"{_shown(name)} is not on this machine; name a folder, or allow to fetch it")
+    return resolve(name)
+
+
 def _cached(name: str, progress: PullProgress | None) -> Path:
     path = cached_path(name)
     if path is not None:

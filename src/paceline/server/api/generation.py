@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.client import AnswerReader
-from paceline.engine.events import Accepted, Delta, Ended, Event, Failed
+from paceline.engine.events import Accepted, Delta, Ended, Event, Failed, Request
 from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput, SpeculationStats, StreamChunk
 from paceline.sampling_params import SamplingParams
@@ -43,21 +43,20 @@ class Generation:
         client: EngineClient,
         tokenizer: Tokenizer,
         prompt: EncodedPrompt,
-        params: SamplingParams,
+        request: Request,
         *,
-        streamed: bool,
-        request_id: str,
         limit_s: float,
         on_end: Callable[[Generation], None] = lambda generation: None,
     ) -> Generation:
         """Submit a request. A streamed one raises here if the engine refuses it, so that its status can say so."""
-        inbox = client.submit(prompt.tokens, params, streamed=streamed, request_id=request_id)
-        late = Failed(request_id, TimeLimit(f"the request was stopped after {limit_s:.0f} s, the server's limit"))
+        inbox = client.submit(request)
+        reason = TimeLimit(f"the request was stopped after {limit_s:.0f} s, the server's limit")
+        late = Failed(request.request_id, reason)
         limit = asyncio.get_running_loop().call_later(
             limit_s, inbox.put_nowait, late
         )  # one timer, not one for each event
-        self = cls(client, tokenizer, AnswerReader(tokenizer, prompt, params), inbox, limit, on_end)
-        if streamed:
+        self = cls(client, tokenizer, AnswerReader(tokenizer, prompt, request.params), inbox, limit, on_end)
+        if request.streamed:
             try:
                 accepted = await self._next()
                 assert isinstance(accepted, Accepted)

@@ -101,6 +101,7 @@ class Sampling(Ignored):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculation: str | Speculation | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # narrows whom caches are shared with
     tag: Annotated[str, Field(max_length=64)] | None = None  # label of a workload in the metrics
     return_token_ids: bool = False
     stream: bool | None = None

@@ -18,14 +18,15 @@ from typing import Any
 
 from paceline.engine.events import Accepted, Cancel, Delta, Ended, Event, Failed, Request, Submit
 from paceline.errors import EngineDied, PacelineError
-from paceline.models.load.hub import resolve
-from paceline.sampling_params import SamplingParams
+from paceline.models.load.hub import resolve, resolve_here
 from paceline.server.process.engine_process import EngineProcess
-from paceline.server.process.messages import EngineSettings, Gauges, Relearn, WorkerCommand, WorkerEvent
+from paceline.server.process.messages import EngineSettings, Gauges, Ping, Relearn, WorkerCommand, WorkerEvent
 
 log = logging.getLogger("paceline.server")
 RESTARTS = 3  # within RESTART_WINDOW_S; after that the server stays down, and /health says why
 RESTART_WINDOW_S = 600.0
+PING_S = 1.0  # seconds between two questions whether an engine still takes commands
+SILENT_S, SILENT_STEPS = 5.0, 4.0  # seconds, and longest steps, without an answer: then an engine counts as stuck
 STOPPING = "the server is shutting down"
 
 
@@ -43,14 +44,16 @@ class EngineClient:
         settings: EngineSettings,
         observers: Sequence[Callable[[WorkerEvent], None]] = (),
         on_cancel: Callable[[str], None] = lambda request_id: None,
+        timeout_s: float = 60.0,
     ) -> None:
-        """`observers` get every event, for metrics; they must not wait."""
+        """`observers` get every event, for metrics; they must not wait. `timeout_s`: after so long without a finished
+        step an engine is killed."""
         self.settings = settings
         self.info: dict[str, Any] = {}  # from the last `Ready`
         self.down: str | None = "the model is being loaded"  # None: requests are served
         self.lost = False  # the process ended too often, and is not started again
         self.starts = 0
-        self._observers, self._on_cancel = observers, on_cancel
+        self._observers, self._on_cancel, self._timeout_s = observers, on_cancel, timeout_s
         self._inboxes: dict[str, RequestInbox] = {}
         self._process: EngineProcess | None = None  # takes new requests
         self._processes: set[EngineProcess] = set()  # including processes that finish their last requests
@@ -62,11 +65,11 @@ class EngineClient:
         """Start the engine and wait until the model is loaded; raise PacelineError if it cannot be."""
         await self._launch(self.settings)
 
-    def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> RequestInbox:
+    def submit(self, request: Request) -> RequestInbox:
         if self.down is not None or self._process is None:
             raise EngineDied(self.down or "the engine is not running")
-        self._process.send(Submit([Request(request_id, prompt, params, streamed=streamed)]))
-        inbox = self._inboxes[request_id] = RequestInbox(request_id, self._process)
+        self._process.send(Submit([request]))
+        inbox = self._inboxes[request.request_id] = RequestInbox(request.request_id, self._process)
         return inbox
 
     def cancel(self, request_id: str) -> None:
@@ -86,13 +89,15 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._inboxes)
 
-    async def reload(self, drafter: str) -> None:
-        """Serve with the drafter in this folder; raise PacelineError, and serve as before, if that cannot be."""
+    async def reload(self, drafter: str, *, fetch: bool = False) -> None:
+        """Serve with the drafter in this folder; raise PacelineError, and serve as before, if that cannot be. `fetch`:
+        it may be one that is not on this machine."""
         if self._reloading:
             raise PacelineError("a drafter is being loaded already; wait for it")
         self._reloading = True
         try:
-            await asyncio.to_thread(resolve, drafter)  # a wrong name is found before anything is started
+            # A wrong name is found before anything is started.
+            await asyncio.to_thread(resolve if fetch else resolve_here, drafter)
             settings = replace(self.settings, speculation=replace(self.settings.speculation, drafter=(drafter,)))
             await self._launch(settings)
             self.settings = settings
@@ -128,11 +133,14 @@ class EngineClient:
         self._process, self.info, self.down = process, ready.info, None
         self._observe(ready)
         self._spawn(self._watch(process))
+        self._spawn(self._ask(process))
 
     def _take(self, process: EngineProcess, events: list[WorkerEvent]) -> None:
         for event in events:
-            if isinstance(event, Gauges) and process is not self._process:
-                continue
+            if isinstance(event, Gauges):
+                process.longest_step_s = event.longest_step_s
+                if process is not self._process:
+                    continue
             self._observe(event)
             match event:
                 case Accepted() | Delta():
@@ -143,6 +151,32 @@ class EngineClient:
                     continue
             if inbox is not None:
                 inbox.put_nowait(event)
+
+    async def _ask(self, process: EngineProcess) -> None:
+        """Ask an engine again and again whether it takes commands, which it does between steps. One that is silent for
+        long is reported as down, and in the end killed."""
+        asked_at, stuck = 0.0, False
+        while not process.gone.done() and not self._closing:
+            woken = time.monotonic()
+            if process.heard_at >= asked_at:
+                self._send(process, Ping())
+                asked_at, silent_s = woken, 0.0
+            else:
+                silent_s = woken - asked_at
+            limit = max(SILENT_S, SILENT_STEPS * process.longest_step_s)
+            if stuck != (silent_s > limit):
+                stuck = not stuck
+                log.error("the engine %s", f"has finished no step for {silent_s:.0f} s" if stuck else "steps again")
+                if process is self._process:
+                    self.down = "the engine has stopped stepping" if stuck else None
+            if silent_s > max(limit, self._timeout_s):
+                log.error("the engine is killed: it has finished no step for %.0f s", silent_s)
+                process.kill()
+                return
+            await asyncio.sleep(PING_S)
+            late = time.monotonic() - woken - PING_S
+            if late > PING_S:  # this process was held up, and has not read what the engine sent
+                asked_at += late
 
     async def _retire(self, process: EngineProcess) -> None:
         while any(inbox.process is process for inbox in self._inboxes.values()):

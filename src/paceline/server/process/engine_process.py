@@ -7,6 +7,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,6 +27,8 @@ class EngineProcess:
         self.settings, self._on_events = settings, take
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
+        self.longest_step_s = 0.0  # the longest step to expect, as the engine says
+        self.heard_at = 0.0  # time of the last message (time.monotonic)
 
     async def start(self) -> Ready:
         """Start the process and wait until the model is loaded; raise PacelineError if it cannot be."""
@@ -55,7 +58,7 @@ class EngineProcess:
             raise
 
     def _take(self, message: bytes) -> None:
-        events = m.decode_events(message)
+        events, self.heard_at = m.decode_events(message), time.monotonic()
         if self._first.done():
             self._on_events(self, events)
         else:
@@ -82,6 +85,9 @@ class EngineProcess:
             self._process.kill()
             await self.gone
         self.close()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def close(self) -> None:
         if self._transport is not None:

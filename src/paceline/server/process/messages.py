@@ -15,6 +15,7 @@ import msgspec
 
 from paceline import errors
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.core.sequence import Owner
 from paceline.engine.events import Accepted, Cancel, Delta, Ended, Event, Failed, FinishedAnswer, Request, Submit
 from paceline.errors import InvalidParameter, PacelineError, RequestFailed
 from paceline.outputs import SpeculationStats
@@ -37,6 +38,10 @@ class Relearn(NamedTuple):
     """A command: the policy forgets how often drafts of the method were accepted."""
 
     method: str
+
+
+class Ping(NamedTuple):
+    """A command: the engine answers with its gauges once its step is finished."""
 
 
 class Ready(NamedTuple):
@@ -62,9 +67,10 @@ class Gauges(NamedTuple):
     step_s: float
     expected_gain: float | None
     failed_drafters: dict[str, str]  # a drafter that failed and is off, and why
+    longest_step_s: float = 0.0  # seconds; the longest step to expect
 
 
-WorkerCommand = Submit | Cancel | Relearn
+WorkerCommand = Submit | Cancel | Relearn | Ping
 WorkerEvent = Event | Gauges | Ready | LoadFailed
 _CODES = {kind: code for code, kind in enumerate((Accepted, Delta, Ended, Failed, Gauges, Ready, LoadFailed))}
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Any]).decode
@@ -82,11 +88,14 @@ def encode_command(command: WorkerCommand) -> bytes:
     """Encode one command, which `join_commands` makes part of a message."""
     match command:
         case Submit([request]):
-            return _encode((0, request.request_id, request.prompt, request.params, request.streamed))
+            fields = request.request_id, request.prompt, request.params, request.wait_group, request.streamed
+            return _encode((0, *fields, request.owner))
         case Cancel(request_ids):
             return _encode((1, request_ids))
         case Relearn(method):
             return _encode((2, method))
+        case Ping():
+            return _encode((3,))
     raise ValueError(f"{type(command).__name__} is not sent, or of several requests")
 
 
@@ -98,11 +107,14 @@ def decode_commands(message: bytes) -> list[WorkerCommand]:
     return [_COMMANDS[code](*fields) for code, *fields in _decode(message)]
 
 
-def _submit(request_id: str, prompt: list[int], params: dict[str, Any], streamed: bool) -> Submit:
-    return Submit([Request(request_id, prompt, SamplingParams(**params), streamed=streamed)])
+def _submit(
+    request_id: str, prompt: list[int], params: dict[str, Any], group: str | None, streamed: bool, owner: list[Any]
+) -> Submit:
+    whose = Owner(*owner)
+    return Submit([Request(request_id, prompt, SamplingParams(**params), group, streamed=streamed, owner=whose)])
 
 
-_COMMANDS: tuple[Callable[..., WorkerCommand], ...] = (_submit, Cancel, Relearn)
+_COMMANDS: tuple[Callable[..., WorkerCommand], ...] = (_submit, Cancel, Relearn, Ping)
 
 
 def encode_events(events: Iterable[WorkerEvent]) -> bytes:

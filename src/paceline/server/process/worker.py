@@ -32,6 +32,7 @@ from paceline.server.process.channel import Channel
 from paceline.server.process.messages import (
     Gauges,
     LoadFailed,
+    Ping,
     Ready,
     Relearn,
     WorkerCommand,
@@ -57,15 +58,17 @@ class EventSender:
         self._channel, self._bundle = channel, bundle
         self._pending: list[WorkerEvent] = []
         self._gauges_at, self._trimmed_at = 0.0, time.perf_counter()
+        self._longest_s = 0.0  # seconds of the longest step so far
 
     def put(self, event: Event, /) -> None:
         self._pending.append(event)
 
     def flush(self) -> None:
         now, idle = time.perf_counter(), not self._bundle.engine.has_work
+        self._longest_s = max(self._longest_s, self._bundle.engine.clock.step_s)
         if idle or now - self._gauges_at >= GAUGES_EVERY_S:
             self._gauges_at = now
-            self._pending.append(_gauges(self._bundle))
+            self._pending.append(_gauges(self._bundle, self._longest_s))
         if now - self._trimmed_at >= TRIM_EVERY_S:
             self._trimmed_at = now
             trim_heap()
@@ -74,8 +77,9 @@ class EventSender:
             self._pending.clear()
 
 
-def _gauges(bundle: EngineBundle) -> Gauges:
+def _gauges(bundle: EngineBundle, longest_s: float) -> Gauges:
     engine = bundle.engine
+    expected = [bundle.policy.plain_seconds(engine.config.max_num_batched_tokens, each) for each in (False, True)]
     scheduler, stats = engine.scheduler, engine.stats
     return Gauges(
         len(scheduler.running),
@@ -86,6 +90,7 @@ def _gauges(bundle: EngineBundle) -> Gauges:
         stats.step_s,
         bundle.policy.expected_gain,
         dict.fromkeys(engine.drafters.retired, "failed"),
+        max([longest_s, *filter(None, expected)]),
     )
 
 
@@ -170,6 +175,8 @@ class Worker:
                     self.commands.put(command)
             case Relearn(method):
                 self.commands.put(Call(lambda _: self._bundle.policy.relearn(method), Future()))
+            case Ping():
+                self.commands.put(Call(lambda _: None, Future()))
 
     def _submit(self, request: Request) -> None:
         if request.params.structured_outputs is None:
