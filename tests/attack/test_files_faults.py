@@ -37,10 +37,10 @@ def disk_of(size: int) -> Iterator[None]:
 def test_a_record_that_a_full_disk_cuts_short_is_absent(tmp_path: Path) -> None:
     path = tmp_path / "captured.jsonl"
     capture = Capture(path)
-    capture.text("one ", "two")
+    capture.text("one ", "two", "")
     with disk_of(len(WHOLE) + 30):
-        capture.text("a prompt ", "and an answer that does not fit in what is left of the disk")
-        capture.text("one ", "two")  # nothing more is written
+        capture.text("a prompt ", "and an answer that does not fit in what is left of the disk", "")
+        capture.text("one ", "two", "")  # nothing more is written
     capture.close()
     assert path.read_text() == WHOLE
     assert [example.text for example in read_examples(path)] == ["one two"]
@@ -51,7 +51,7 @@ def test_a_record_that_a_kill_cut_short_is_cut_off_before_the_next_one(length: i
     path = tmp_path / "captured.jsonl"
     path.write_text(WHOLE + WHOLE[:length])
     capture = Capture(path)
-    capture.text("three ", "four")
+    capture.text("three ", "four", "")
     capture.close()
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     complete = length == len(WHOLE) - 1  # all but its line end
@@ -62,7 +62,7 @@ def test_text_that_the_server_did_not_write_stays(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
     path.write_text("my own line")
     capture = Capture(path)
-    capture.text("three ", "four")
+    capture.text("three ", "four", "")
     capture.close()
     assert path.read_text() == 'my own line\n{"text": "three four"}\n'
 

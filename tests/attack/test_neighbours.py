@@ -10,6 +10,7 @@ import pytest
 
 from tests.attack.conftest import Start, complete
 
+K = 3
 SECRET, KNOWN = "839201", 3  # a code in an answer, and the digits of it that the attacker knows
 SAYS = "The code of the safe is "
 STREAM = {"stream": True, "return_token_ids": True}
@@ -20,14 +21,15 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 def learn(ask: Ask) -> list[set[str]]:
     """Force each digit behind the known ones, the right one first; return the digits that came by a draft, by place.
 
-    The attacker's own answers hold no digit before it is forced, so they draft none of these.
+    The attacker's own answers hold no digit before it is forced, so they draft none of these. With K nodes a
+    draft ends with the digit: the token behind an accepted draft is no drafted one.
     """
     found, known = [], SECRET[:KNOWN]
     for right in SECRET[KNOWN:]:
         drafted = set()
         for digit in sorted("0123456789", key=lambda each: each != right):
             body = {"prompt": "x", "structured_outputs": {"regex": SAYS + known + digit}}
-            said = ask({**body, "max_tokens": 40, "speculation": {"method": "suffix", "k": 1}, **STREAM})["tokens"]
+            said = ask({**body, "max_tokens": 40, "speculation": {"method": "suffix", "k": K}, **STREAM})["tokens"]
             assert digit in [text for text, _ in said]
             if [kind for text, kind in said if text == digit][-1] == "drafted":
                 drafted.add(digit)

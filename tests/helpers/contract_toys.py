@@ -6,6 +6,7 @@ cache*: lookup methods are often right and often wrong, and a slip of the cache 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import random
@@ -30,7 +31,7 @@ from paceline.models.weights import Dtypes, WeightKind
 from paceline.native.library import library_status, load_library
 from paceline.sampling_params import SamplingParams
 from paceline.testing import context_logits, toy_config
-from paceline.text.grammar import Matcher
+from paceline.text.grammar import Matcher, Owed
 from paceline.verify import Nodes, probabilities, process
 from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.drafters.block.dspark_reference import drafter_config, overfit_head, random_tensors
@@ -405,7 +406,7 @@ class ToyGrammar:
     def allows(taken, token):
         return (sum(taken) + token) % 3 != 0
 
-    def accept_token(self, token):
+    def consume_token(self, token):
         allowed = self.allows(self._taken, token)
         if allowed:
             self._taken.append(token)
@@ -414,11 +415,13 @@ class ToyGrammar:
     def rollback(self, count):
         del self._taken[len(self._taken) - count :]
 
-    def is_terminated(self):
+    def is_error(self):
         return False
 
-    def fill_next_token_bitmask(self, bits, row):
-        bits[row] = sum(1 << token for token in range(self._vocab_size) if self.allows(self._taken, token))
+    def unsafe_compute_mask_ptr(self, address, count):
+        assert count == 4
+        bits = sum(1 << token for token in range(self._vocab_size) if self.allows(self._taken, token))
+        ctypes.c_uint32.from_address(address).value = bits
 
 
 class ToyGrammars:
@@ -428,8 +431,8 @@ class ToyGrammars:
     def compile(self, wanted):
         return wanted
 
-    def matcher(self, compiled):
-        return Matcher(ToyGrammar(self._vocab_size), words=1)
+    def matchers(self, compiled, count):
+        return [Matcher(ToyGrammar(self._vocab_size), 1, frozenset(), Owed()) for _ in range(count)]
 
 
 def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, ahead=False, **config):

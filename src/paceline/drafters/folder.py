@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
 from paceline.files.json_fields import Json, JsonFields, read_json
-from paceline.files.reader import open_regular
+from paceline.files.regular import open_regular
 from paceline.files.safetensors_reader import SafetensorsFile
 from paceline.models.load.hf_config import rope_scaling
 from paceline.models.spec import ModelConfig, RopeConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import BrokenModel, UnsupportedModel, short_repr
-from paceline.files.reader import read_text
+from paceline.files.regular import read_text
 
 Json = dict[str, Any]
 MAX_INT = 2**31 - 1

@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, short_repr
 from paceline.files.gguf import open_gguf
 from paceline.files.json_fields import Json, read_json
-from paceline.files.reader import read_bytes, read_text
+from paceline.files.regular import read_bytes, read_text
 from paceline.text.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
 from paceline.text.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
 from paceline.text.gguf_vocab import tokenizer_files

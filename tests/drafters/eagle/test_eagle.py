@@ -309,7 +309,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path):
     config = config_for(CONFIG, **KINDS["eagle3"])
     for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
         write(tmp_path, config, {**(tensors := random_tensors(config)), "fc.weight": tensors["fc.weight"].to(dtype)})
-        with pytest.raises(BrokenModel, match=r"tensor fc\.weight has dtype .* must be one of float32"):
+        with pytest.raises(BrokenModel, match=r"tensor fc\.weight has dtype"):
             read(tmp_path, CONFIG)
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.files.gguf import GGUFFile, import_gguf
-from paceline.files.reader import read_text
+from paceline.files.regular import read_text
 from paceline.models.load.hf_config import parse_checkpoint
 from paceline.models.load.store import PullProgress, folder_bytes, require_space
 

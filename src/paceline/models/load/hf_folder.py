@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.errors import BrokenModel, ModelNotFound
 from paceline.files.json_fields import Json, read_json
-from paceline.files.reader import read_text
+from paceline.files.regular import read_text
 from paceline.files.safetensors_reader import SafetensorsFile
 from paceline.models.quant.block_file import BLOCK_WEIGHTS
 
