@@ -12,7 +12,6 @@ namespace {
 
 constexpr long BLOCK = 32;  // weights along k that are unpacked together
 constexpr long WORDS = 4;   // 32-bit words of a column that hold a block's low nibbles
-constexpr bool PAIRS = VL == 16;  // the registers hold two panels' sums, codes and scales
 
 // One struct for each kind: the file's block as `unpack_block` reads it, and the layout of its parts in a panel.
 template <int BITS_, long RAW_, bool AFFINE_, int ZERO_, long SUPER_ = BLOCK, long GROUP_ = BLOCK>
@@ -173,13 +172,9 @@ struct Quads {
     }
 };
 
-template <int B>
-using Byte = std::integral_constant<int, B>;
-
 template <class F>
 struct Scale {  // of one group, for VL columns
     vec scale, offset;
-    Scale() = default;
     Scale(const uint8_t* unit, long group, long column) {
         scale = load((const half*)unit + column);
         if (F::SCALED) {
@@ -194,44 +189,33 @@ struct Scale {  // of one group, for VL columns
         if (F::SCALED) offset = -(offset * load_bytes(unit + F::MINIMA_AT + group * NT + column));
     }
     // Returns the weights whose codes are byte B of each lane. A code that is not shifted is 256^B times too large, and its
-    // scale is divided by 256^B: both are exact, and a shift is saved if registers are left for more scales. The highest byte
-    // pays where a scale serves a whole block; codes of 8 bits would reach the sign.
+    // scale is divided by 256^B: both are exact, and a shift is saved if registers are left for more scales.
     template <int B>
     vec weight(uvec codes) const {
-        if constexpr (VL == 16 && (B == 1 || B == 2 || (B == 3 && F::BITS < 8 && F::GROUP == BLOCK)))
+        if constexpr (VL == 16 && (B == 1 || B == 2))
             return expanded(codes & 255u << 8 * B, scale * splat(1.0f / (1 << 8 * B)));
         return expanded(B == 3 ? codes >> 24 : codes >> 8 * B & 255u, scale);
     }
     vec expanded(uvec codes, vec by) const { return madd(__builtin_convertvector((ivec)codes, vec), by, offset); }
 };
 
-// Calls use(k, weights) with the weights of one block of each panel, k after k: the low and the high half of every panel.
-template <class F, int PANELS, class Use>
-inline __attribute__((always_inline)) void each_weight(const uint8_t* const (&units)[PANELS], long block, const Use& use) {
+// Calls use(k, low, high) with the weights of one block, k after k, for both halves of the panel.
+template <class F, class Use>
+inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long block, const Use& use) {
     constexpr long PARTS = BLOCK / F::GROUP;
-    constexpr int VECS = 2 * PANELS;
+    const uint8_t* words = unit + F::WORDS_AT + block * F::BLOCK_BYTES;
 #pragma GCC unroll 2
     for (long part = 0; part < PARTS; part++) {
-        Scale<F> scales[VECS];
-#pragma GCC unroll 4
-        for (int i = 0; i < VECS; i++) scales[i] = Scale<F>(units[i / 2], block * PARTS + part, i % 2 * VL);
-        const auto byte = [&](auto at, long k, const uvec (&codes)[VECS]) __attribute__((always_inline)) {
-            vec weights[VECS];
-#pragma GCC unroll 4
-            for (int i = 0; i < VECS; i++) weights[i] = scales[i].template weight<at.value>(codes[i]);
-            use(k + at.value, weights);
+        const Scale<F> low(unit, block * PARTS + part, 0), high(unit, block * PARTS + part, VL);
+        const auto quad = [&](long k, uvec first, uvec second) __attribute__((always_inline)) {
+            use(k, low.template weight<0>(first), high.template weight<0>(second));
+            use(k + 1, low.template weight<1>(first), high.template weight<1>(second));
+            use(k + 2, low.template weight<2>(first), high.template weight<2>(second));
+            use(k + 3, low.template weight<3>(first), high.template weight<3>(second));
         };
-        const auto quad = [&](long k, const uvec (&codes)[VECS]) __attribute__((always_inline)) {
-            byte(Byte<0>{}, k, codes), byte(Byte<1>{}, k, codes), byte(Byte<2>{}, k, codes), byte(Byte<3>{}, k, codes);
-        };
-        for (int word = part * WORDS / PARTS; word < (part + 1) * WORDS / PARTS; word++) {
-            uvec even[VECS], odd[VECS];
-#pragma GCC unroll 4
-            for (int i = 0; i < VECS; i++) {
-                const Quads<F> quads(units[i / 2] + F::WORDS_AT + block * F::BLOCK_BYTES, i % 2 * VL, word);
-                even[i] = quads.even, odd[i] = quads.odd;
-            }
-            quad(8 * word, even), quad(8 * word + 4, odd);
+        for (int i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
+            const Quads<F> first(words, 0, i), second(words, VL, i);
+            quad(8 * i, first.even, second.even), quad(8 * i + 4, first.odd, second.odd);
         }
     }
 }
@@ -251,33 +235,18 @@ void block_tile(const float* x, long ldx, const uint8_t* panel, long K, Output t
         const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
         const long block = k % F::SUPER / BLOCK;
         prefetch_ahead<F>(unit, block);
-        each_weight<F, 1>({unit}, block, [&](int i, const vec (&weights)[2]) __attribute__((always_inline)) {
-            sums.add(x + k + i, ldx, weights[0], weights[1]);
+        each_weight<F>(unit, block, [&](int i, vec low, vec high) __attribute__((always_inline)) {
+            sums.add(x + k + i, ldx, low, high);
         });
     }
     sums.store_to(to);
 }
 
-// One row and two panels: every sum waits for the one before it, and one panel has only two at a time.
-template <class F>
-void pair_tile(const float* x, const uint8_t* first, const uint8_t* second, long K, Output to, Output to_second) {
-    Sums<1> sums(to), more(to_second);
-    for (long k = 0; k < K; k += BLOCK) {
-        const long unit = k / F::SUPER * F::UNIT, block = k % F::SUPER / BLOCK;
-        prefetch_ahead<F>(first + unit, block), prefetch_ahead<F>(second + unit, block);
-        const auto add = [&](int i, const vec (&weights)[4]) __attribute__((always_inline)) {
-            sums.add(x + k + i, K, weights[0], weights[1]), more.add(x + k + i, K, weights[2], weights[3]);
-        };
-        each_weight<F, 2>({first + unit, second + unit}, block, add);
-    }
-    sums.store_to(to), more.store_to(to_second);
-}
-
 template <class F>
 void expand_block(const uint8_t* panel, long k, float* to) {
     const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
-    each_weight<F, 1>({unit}, k % F::SUPER / BLOCK, [&](int i, const vec (&weights)[2]) __attribute__((always_inline)) {
-        store(to + i * NT, weights[0]), store(to + i * NT + VL, weights[1]);
+    each_weight<F>(unit, k % F::SUPER / BLOCK, [&](int i, vec low, vec high) __attribute__((always_inline)) {
+        store(to + i * NT, low), store(to + i * NT + VL, high);
     });
 }
 
@@ -306,14 +275,8 @@ void product_of_blocks(const float* x, long K, long rows, const uint8_t* panel, 
 template <class F>
 void linear_blocks(const float* x, const Product& p, float* out, long M, int threads) {
     const long panel_bytes = p.inputs / F::SUPER * F::UNIT;
-    const auto panel_at = [=](long panel) { return (const uint8_t*)p.panels + panel * panel_bytes; };
-    if (M == 1 && PAIRS && F::GROUP == BLOCK)  // scales of smaller groups, for two panels, would take too many registers
-        return over_pairs(p, out, threads, [=](long panel, long second, Output to, Output to_second) {
-            if (second == panel) return block_tile<1, F>(x, p.inputs, panel_at(panel), p.inputs, to);
-            pair_tile<F>(x, panel_at(panel), panel_at(second), p.inputs, to, to_second);
-        });
     over_panels(p, out, M, threads, [=](long panel, long row, long rows, Output to) {
-        product_of_blocks<F>(x + row * p.inputs, p.inputs, rows, panel_at(panel), to);
+        product_of_blocks<F>(x + row * p.inputs, p.inputs, rows, (const uint8_t*)p.panels + panel * panel_bytes, to);
     });
 }
 

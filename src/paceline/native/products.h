@@ -174,48 +174,25 @@ inline long claim_size(long items, int threads) {
     return best;
 }
 
-// Returns the outputs of a panel and of the rows from `row` on.
-inline Output output_of(const Product& product, float* out, long panel, long row) {
-    const long at = panel * NT, left = product.outputs - at;
-    const float* bias = product.bias ? product.bias + at : nullptr;
-    return {out + row * product.stride + at, product.stride, left < NT ? left : NT, bias, 0};
-}
-
-// Calls body(first item, their number) once for every claim of neighbouring items: the prefetch at the end of an item is then
-// for the thread's own next one.
-template <class F>
-void in_claims(long items, int threads, const F& body) {
-    const long run = claim_size(items, threads);
-    parallel((items + run - 1) / run, threads, [=, &body](long claim, int) {
-        body(claim * run, items - claim * run < run ? items - claim * run : run);
-    });
-}
-
 // Calls body(panel, first row, rows, their outputs) once for every panel and chunk of rows.
 template <class F>
 void over_panels(const Product& product, float* out, long M, int threads, const F& body) {
     const long K = product.inputs, N = product.outputs, num_panels = (N + NT - 1) / NT;
     // Many rows at once, which share an expansion of blocks, unless that leaves too little to share among many cores.
     const long chunk = (num_panels < 8 * threads ? 10 : 40) * MT, num_chunks = (M + chunk - 1) / chunk;
+    const long stride = product.stride;
+    const float* bias = product.bias;
     if (M * K * N < SERIAL) threads = 1;
-    in_claims(num_panels * num_chunks, threads, [=, &body, &product](long first, long count) {
-        for (long item = first; item < first + count; item++) {
-            const long panel = item / num_chunks, row = item % num_chunks * chunk;
-            body(panel, row, M - row < chunk ? M - row : chunk, output_of(product, out, panel, row));
-        }
-    });
-}
-
-// One row: calls body(panel, second, their outputs) once for every two panels; a panel that is left is also the second. The
-// panels of a pair are half a claim apart, so that both are read in order of address from one pair to the next.
-template <class F>
-void over_pairs(const Product& product, float* out, int threads, const F& body) {
-    const long K = product.inputs, N = product.outputs;
-    in_claims((N + NT - 1) / NT, K * N < SERIAL ? 1 : threads, [=, &body, &product](long first, long count) {
-        for (long panel = first; panel < first + (count + 1) / 2; panel++) {
-            const long other = panel + (count + 1) / 2, second = other < first + count ? other : panel;
-            body(panel, second, output_of(product, out, panel, 0), output_of(product, out, second, 0));
-        }
+    auto compute = [=, &body](long item) {
+        const long p = item / num_chunks, row = item % num_chunks * chunk;
+        const long columns = N - p * NT < NT ? N - p * NT : NT;
+        const Output to{out + row * stride + p * NT, stride, columns, bias ? bias + p * NT : nullptr, 0};
+        body(p, row, M - row < chunk ? M - row : chunk, to);
+    };
+    // One claim takes neighbouring panels: the prefetch at a panel's end is then for the thread's own next panel.
+    const long items = num_panels * num_chunks, run = claim_size(items, threads);
+    parallel((items + run - 1) / run, threads, [=](long claim, int) {
+        for (long item = claim * run; item < (claim + 1) * run && item < items; item++) compute(item);
     });
 }
 
