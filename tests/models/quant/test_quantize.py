@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -249,14 +250,17 @@ def test_a_folder_that_cannot_be_written_is_one_line_before_the_work(tmp_path, c
 def test_a_file_that_may_not_be_read_is_named_with_its_reason(name, tmp_path, capsys, monkeypatch) -> None:
     sized_model(tmp_path / "m")
     (tmp_path / "m/extra.json").write_text("{}")
-    opened = Path.open
 
-    def refuse(path: Path, *given, **options):  # root may read everything
-        if path.name == name and path.parent.name == "m":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return opened(path, *given, **options)
+    def refusing(opens):  # root may read everything
+        def refuse(path, *given, **options):
+            if Path(path).name == name and Path(path).parent.name == "m":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return opens(path, *given, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+        return refuse
+
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    monkeypatch.setattr(os, "open", refusing(os.open))
     line = refusal(tmp_path, capsys)
     assert f"{name} cannot be read" in line
     assert "Permission denied" in line

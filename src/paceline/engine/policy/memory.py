@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from paceline.engine.policy.adaptive import AdaptivePolicy
-from paceline.errors import CacheFolderError
+from paceline.errors import BrokenModel, CacheFolderError
+from paceline.files.regular import read_text
 from paceline.models.load.hub import cache_home
 from paceline.models.load.open_model import LoadedModel
 
 log = logging.getLogger("paceline")
 FORMAT = 7
+MOST_BYTES = 16 << 20  # of a file that is read
 
 
 class PolicyMemory:
@@ -39,13 +41,15 @@ class PolicyMemory:
 
     def load(self, policy: AdaptivePolicy) -> None:
         try:
-            stored = json.loads(self.path().read_text())
+            stored = json.loads(read_text(self.path(), MOST_BYTES))
             if stored["format"] == FORMAT and stored["setting"] == self._setting:
                 policy.load(stored["state"])
         except FileNotFoundError:
             pass
-        except (OSError, CacheFolderError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (OSError, ArithmeticError, CacheFolderError, BrokenModel, LookupError, RecursionError) as problem:
             log.debug("nothing remembered of earlier runs: %r", problem)
+        except (ValueError, TypeError, AttributeError) as problem:
+            log.warning("policy/%s is not what an earlier run wrote (%r) and is made anew", self._name, problem)
 
     def save(self, policy: AdaptivePolicy) -> None:
         body: dict[str, Any] = {
