@@ -152,7 +152,7 @@ def why_no_draft(llm: LLM, stats: SpeculationStats, params: SamplingParams | Non
         return "too short"
     if k is not None or llm.expected_gain is None:
         return "nothing to draft from"
-    if llm.expected_gain > PAYS:  # the policy's guard has stopped it
+    if llm.expected_gain > PAYS:  # its account holds too little
         return "earlier ones did not pay"
     return f"expected {llm.expected_gain:.1f}x"
 

@@ -23,7 +23,7 @@ from paceline.engine.batch import StepResult, StepTiming
 from paceline.engine.policy import DEEPEST, NO_DRAFT, DraftPlan, Offer, Offers, any_sampled, wish
 from paceline.engine.policy.account import STAKE, Account
 from paceline.engine.policy.allocate import Candidate, Floats, Prefixes, RowGroup, prefixes, token_weights
-from paceline.engine.policy.costs import LOOKUP, OUTLIER, PRICE, RECENT, DraftCost, StepTimes, size_of
+from paceline.engine.policy.costs import LOOKUP, OUTLIER, RECENT, DraftCost, StepTimes, size_of
 from paceline.engine.policy.priors import CPU, PassPrior
 from paceline.engine.policy.survival import SurvivalTable, bucket
 
@@ -198,7 +198,7 @@ class AdaptivePolicy:
         self._kinds[method] = needs_model, is_tree
         cost = self.draft_costs.get(method)
         if cost is None:
-            cost = self.draft_costs[method] = DraftCost(price or (PRICE if needs_model else LOOKUP))
+            cost = self.draft_costs[method] = DraftCost(price if needs_model else LOOKUP)
         pass_s, read_s = cost.parts(step.times, len(rows), sum(unread))
         if not needs_model:  # a model that drafted last reads what the lookup commits before it drafts again
             models = self._drafting.items()

@@ -144,7 +144,8 @@ class DraftCost:
     """Seconds of a method's drafts: those of the target's passes x price x a factor, by the class of the batch."""
 
     def __init__(self, price: float) -> None:
-        self.price, self.is_fresh = price, False  # fresh: it drafted since the last `fade`
+        self._is_guess = not price  # bytes are right within a half, a guess may be far off
+        self.price, self.is_fresh = price or PRICE, False  # fresh: it drafted since the last `fade`
         self.factors: dict[int, tuple[float, float]] = {}  # by class, and of READING: log, and the drafts that gave it
 
     def _factor(self, size: int) -> float:
@@ -170,7 +171,9 @@ class DraftCost:
         else:
             key, expected, taken = size_of(rows), drafting_s + read_s, work.seconds
         seen = self.factors.get(key, (0.0, 0.0))[1] + 1
-        most = MOST_OFF if seen <= 2 else math.log(OUTLIER)  # bytes, or a guess, may be far off
+        most = (
+            MOST_OFF if self._is_guess and seen <= 2 else math.log(OUTLIER)
+        )  # first drafts may allocate, and take long
         off = min(max(math.log(max(taken, 1e-9) / max(expected, 1e-9)), -most), most)
         factor = self._factor(key) + off * max(1 / seen, RECENT)
         self.factors[key] = min(max(factor, -MOST_OFF), MOST_OFF), seen
@@ -190,7 +193,7 @@ class DraftCost:
         """Return the cost that `state` described; raise ValueError where it has another form."""
         cost = cls(float(price))
         cost.factors = {int(key): (float(factor), min(float(seen), 1.0)) for key, factor, seen in state}
-        if not 0 < cost.price < 1e3 or not all(
+        if not 0 < float(price) < 1e3 or not all(
             abs(factor) <= MOST_OFF and seen > 0 for factor, seen in cost.factors.values()
         ):
             raise ValueError("draft times of another form")
