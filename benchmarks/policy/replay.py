@@ -6,7 +6,7 @@ and is judged by the table alone. A batch is one wait group: its time ends with 
 the other, so the first shows a cold policy.
 
 A draft model is played from the recording: it is right where the recording says so, a pass of it takes `price` of a
-pass of the target, and so does reading. The engine is told `said`, its price from bytes.
+pass of the target, and so does reading. The policy reads another price, `stated`, where one is given.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Clock:
     prior: PassPrior
     waits: bool  # the host does nothing else during a pass, and no step is launched ahead
     fixed: tuple[tuple[str, int], ...]  # settings to compare with
-    price: float = 0.1  # of a pass of the draft model, said to the engine
+    price: float = 0.1  # of a pass of the draft model, as its offers state it
     true_price: float | None = None  # of its passes and of reading; None: `drafting` has them
 
-    def with_draft_model(self, price: float, said: float | None = None) -> Clock:
-        return replace(self, price=price if said is None else said, true_price=price)
+    def with_draft_model(self, price: float, stated: float | None = None) -> Clock:
+        return replace(self, price=price if stated is None else stated, true_price=price)
 
     def steeper(self, times: float) -> Clock:
         """Return the clock of a machine with slower cores, which the policy's prior does not know."""

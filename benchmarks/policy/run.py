@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--by", choices=["category", "file"], default="category")
     parser.add_argument("--prices", type=float, nargs="+", help="of a pass of the draft model, over the target's")
-    parser.add_argument("--said", type=float, help="the price that the policy is told, where it differs")
+    parser.add_argument("--stated", type=float, help="the price in the offers, where it differs")
     parser.add_argument("--seeds", type=int, default=0, help="runs with noise; 0: one without")
     parser.add_argument("--first", type=int, help="records of each cell")
     parser.add_argument("--tokens", type=int, default=224, help="of each answer, at most")
@@ -82,7 +82,7 @@ def main() -> None:
     clock = CLOCKS[args.clock].steeper(args.steep)
     rows = []
     for price in args.prices or [None]:
-        priced = clock if price is None else clock.with_draft_model(price, args.said)
+        priced = clock if price is None else clock.with_draft_model(price, args.stated)
         for name, sampled, some in cells(load(args.records), args.by):
             for batch in args.batches:
                 row = measure(some[: args.first], batch, priced, args)

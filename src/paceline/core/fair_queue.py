@@ -181,7 +181,7 @@ def last_with_most(running: SequenceOf[Sequence], name_of: NameOf, size: Size, a
 
 
 def displaced_by(newcomer: Sequence, running: SequenceOf[Sequence], blocks: int | None) -> Sequence | None:
-    """Return the sequence that makes way for a newcomer, which needs so many `blocks`, or else a place (None).
+    """Return the sequence that makes way for a newcomer, which needs `blocks`, or with None a place.
 
     It is the last one of the client that holds the most, where that is more than the newcomer's would hold; or of the
     request in the newcomer's client that has the most places; or else the last one of the newcomer's client, where that

@@ -60,9 +60,9 @@ def test_every_second_of_a_draft_is_in_a_report():
     assert max(work.unread for work in replay.reported) > 50, "prompts were read"
 
 
-def test_a_price_that_is_said_too_low_is_found_out():
+def test_a_price_that_is_stated_too_low_is_found_out():
     """The draft model takes eight times as long as its bytes say."""
-    clock = CLOCKS["pair"].with_draft_model(0.8, said=0.1)
+    clock = CLOCKS["pair"].with_draft_model(0.8, stated=0.1)
     some = records("code", sampled=False)
     auto = gain(some, 1, clock, "auto", max_tokens=224)
     assert auto >= 0.92 * gain(some, 1, clock, "auto", max_tokens=224, leave_out=(DRAFT_MODEL,))
