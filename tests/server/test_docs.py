@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from paceline.cli.serve import serve
+from paceline.server.api.fields import ABSENT, AbsentField
 from paceline.server.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -49,6 +50,17 @@ def test_the_guide_names_flags_that_exist() -> None:
     named = {flag for line in lines for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
     assert named <= flags
     assert len(named) > 10
+
+
+def listed(name: str, field: AbsentField) -> str:
+    neutral = f" ({', '.join(json.dumps(value) for value in field.neutral)})" if field.neutral else ""
+    return f"`{name}`{neutral}" + (f" → {field.equal}" if field.equal else "")
+
+
+def test_the_guide_lists_the_fields_that_are_not_here() -> None:
+    text = " ".join((DOCS / "guides" / "serving.md").read_text().split())
+    expected = "; ".join(listed(name, field) for name, field in sorted(ABSENT.items())) + "."
+    assert expected in text, expected
 
 
 def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:

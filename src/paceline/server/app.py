@@ -190,7 +190,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
         params, streamed = body.to_params(), bool(body.stream)
         prompts, group = list[EncodedPrompt](), new_request_id("group")
         for each in body.prompts():
-            prompts.append(await state.encode(each))
+            prompts.append(await state.encode(each, special=body.add_special_tokens))
             await asyncio.sleep(0)  # other requests are answered between two of many prompts
         async with contextlib.AsyncExitStack() as running:
             generations = []

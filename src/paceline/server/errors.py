@@ -18,6 +18,7 @@ from paceline.errors import (
     RequestFailed,
     short_repr,
 )
+from paceline.server.api.fields import REFUSED, refusal
 from paceline.server.api.generation import TimeLimit
 
 RETRY_AFTER_S = 1
@@ -86,7 +87,7 @@ def from_validation(error: RequestValidationError) -> InvalidParameter:
     last = len(path) - 1 if unknown else len(path)
     named = [str(part) for at, part in enumerate(path) if at in (0, last) or not _FORM.fullmatch(str(part))]
     if unknown:
-        return InvalidParameter(_short(".".join(named)), "is not supported here; leave it out")
+        return InvalidParameter(_short(".".join(named)), refusal(named[0]) if len(named) == 1 else REFUSED)
     if problem["type"] == "json_invalid":
         return InvalidParameter("body", f"is not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
     if not named and problem["type"] in _NO_OBJECT:

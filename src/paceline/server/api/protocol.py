@@ -1,7 +1,8 @@
 """Request bodies of the OpenAI routes, and how they become sampling parameters.
 
-A field that is not listed is refused with a 400 that names it. Fields that OpenAI's clients send and that change no
-token (user, metadata, store, service_tier) are taken and have no effect; they are listed in `Ignored`.
+A field that is not listed is refused with a 400 that names it, unless its value asks for nothing (`fields`). Fields
+that OpenAI's clients send and that change no token (user, metadata, store, service_tier) are taken and have no effect;
+they are listed in `Ignored`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from paceline.errors import InvalidParameter, short_repr
 from paceline.sampling_params import MAX_LOGPROBS, SamplingParams
+from paceline.server.api import fields as field_table
 from paceline.server.api.tool_calls import Style, forced_calls
 
 T = TypeVar("T")
@@ -34,6 +36,15 @@ MAX_GRAMMAR, MAX_NESTING = 1 << 16, 64  # characters of a schema, regex or gramm
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields
+        not_null = [n for n, f in known.items() if not (f.is_required() or field_table.takes_null(f.annotation))]
+        return field_table.asking(value, known, not_null)
 
 
 class Whole(Body):
@@ -84,6 +95,7 @@ class StreamOptions(Body):
 class Sampling(Ignored):
     """Sampling parameters of all routes, under OpenAI's names or else vLLM's."""
 
+    model_config = ConfigDict(json_schema_extra=field_table.document)
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -133,7 +145,7 @@ class Choices(Sampling):
     prompt_logprobs: int | None = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
-        if self.stream_options is not None and not self.stream:
+        if self.includes_usage and not self.stream:
             raise InvalidParameter("stream_options", "are of streams only; set stream, or leave it out")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidParameter("prompt_logprobs", "are not streamed; leave out stream or this")
@@ -152,6 +164,7 @@ class CompletionRequest(Choices):
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
+    add_special_tokens: bool = True
 
     def prompts(self) -> list[str] | list[list[int]]:
         prompt: Any = self.prompt
@@ -231,7 +244,7 @@ class ChatRequest(Choices):
         """Return the sampling parameters. `style`: the form in which the model writes a forced call."""
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameter("max_completion_tokens", "contradicts max_tokens; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs true")
         return self.sampling_params(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
@@ -345,7 +358,7 @@ def plain_message(message: Message) -> dict[str, Any]:
     plain.setdefault("content", "")
     for call in plain.get("tool_calls", ()):
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
         except ValueError:
             raise InvalidParameter("messages", "the arguments of a tool call are not valid JSON") from None
     return plain
