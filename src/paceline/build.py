@@ -14,7 +14,8 @@ from pathlib import Path
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.method_names import DrafterSpec, drafter_specs
-from paceline.drafters.methods import DRAFTER, METHODS, accepts_folder, needs_one
+from paceline.drafters.methods import DRAFTER, METHODS, MTP, accepts_folder, needs_one
+from paceline.drafters.mtp.layouts import is_head_tensor
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
@@ -72,6 +73,7 @@ def load(
         threads=threads,
         activations=activations,
         kv_dtype=kv_dtype,
+        declared=is_head_tensor,
         tokenizer=None if tokenizer is None else resolve(tokenizer, progress),
     )
     return LoadedTarget(path, loaded, "; ".join(filter(None, (note, *loaded.notes))) or None)
@@ -98,7 +100,8 @@ def make_drafters(
     are used unchanged, for engines that share the weights of a draft model."""
     ready = dict(shared or {})
     context = drafter_context(loaded, speculation)
-    wanted = drafter_specs(speculation, trained_folders(loaded, speculation))
+    folders = trained_folders(loaded, speculation)
+    wanted = drafter_specs(speculation, folders, native_heads=bool(loaded.extra))
     return [*(_make(each, context) for each in wanted if each.name not in ready), *ready.values()]
 
 
@@ -141,7 +144,7 @@ def trained_folders(loaded: LoadedModel, speculation: SpeculationConfig) -> list
         packaged = packaged_for(loaded.config, loaded.decoder.embedding)
         if packaged is not None and accepts_folder(method, packaged):
             return [packaged]
-        if needed:
+        if needed and not (method == MTP and loaded.extra):
             raise InvalidParameter(
                 DRAFTER, f"{needs_one(method)} (none of this method comes with the package for this model)"
             )

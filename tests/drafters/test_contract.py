@@ -547,6 +547,8 @@ def make_real(method, llm, texts):
         return MedusaDrafter(overfit_heads(decoder, texts), llm.config.vocab_size, kernels=decoder.kernels)
     if method in ("eagle3", "eagle"):
         return fitted(llm.loaded.decoder, texts, taps_of, fused=method == "eagle3")
+    if method == "mtp":
+        return fitted(llm.loaded.decoder, texts, taps_of, fused=False, mtp=True, norm_output=True)
     if method in ("dspark", "dflash"):
         decoder = llm.loaded.decoder
         changes = {} if method == "dspark" else {"markov_rank": 0, "sample_from_anchor": False}

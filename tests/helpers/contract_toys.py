@@ -348,6 +348,9 @@ MAKERS = {
     "dflash": lambda config: block_drafter(config, **DFLASH),
     "eagle3": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=True, knows=True),
     "eagle": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=False, knows=False),
+    "mtp": lambda config: toy_drafter(
+        config, medusa_heads(config.vocab_size), fused=False, knows=True, mtp=True, feature_first=True, norm_output=True
+    ),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}

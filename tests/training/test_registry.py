@@ -10,7 +10,7 @@ import torch
 
 from paceline.drafters.folder import target_of
 from paceline.drafters.heads.checkpoint import load_heads, save_heads
-from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
+from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA, MTP
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.files.json_fields import JsonFields
 from paceline.training.acceptance import engine_tau
@@ -27,6 +27,7 @@ CASES = {
     DSPARK: ({"layers": 2, "block": 4, "num_taps": 2, "rank": 8, "anchors": 24, "temperature": 0.3}, 120, 1e-2, 3.0),
     EAGLE3: ({"steps": 3, **SHARP}, 100, 1e-2, 3.0),
     EAGLE: ({"steps": 3, "ce": 0.3, "tv": 0.7, "features": 0.1, **SHARP}, 150, 1e-2, 2.5),
+    MTP: ({**SHARP}, 100, 1e-2, 2.5),
     MEDUSA: ({"heads": 3, **SHARP}, 150, 1e-2, 2.5),
     DRAFT: ({"layers": 2, **SHARP}, 100, 3e-3, 3.0),
 }
@@ -105,7 +106,8 @@ def test_a_size_that_no_drafter_can_have_is_refused_before_training(target, name
 
 
 BLOCK = {"layers": 2, "block": 4, "num_taps": 2}
-SIZES = {DSPARK: {**BLOCK, "rank": 8}, DFLASH: BLOCK, EAGLE3: {}, EAGLE: {}, MEDUSA: {"heads": 2}, DRAFT: {"layers": 2}}
+SIZES = {DSPARK: {**BLOCK, "rank": 8}, DFLASH: BLOCK, EAGLE3: {}, EAGLE: {}, MTP: {}}
+SIZES |= {MEDUSA: {"heads": 2}, DRAFT: {"layers": 2}}
 
 
 @pytest.mark.parametrize("name", TRAINEES)

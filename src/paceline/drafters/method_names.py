@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.config import AUTO, NONE, SpeculationConfig
-from paceline.drafters.methods import DRAFT_MODEL, METHODS, NGRAM, SUFFIX, Method, config_of, methods_of
+from paceline.drafters.methods import DRAFT_MODEL, METHODS, MTP, NGRAM, SUFFIX, Method, config_of, methods_of
 from paceline.errors import InvalidParameter, short_repr
 
 # Names that users of other engines may try for methods of this package, and methods that it does not have.
 OTHER_NAMES = {
     **dict.fromkeys(("prompt-lookup", "prompt-lookup-decoding", "pld", "lookup", "[ngram]", "n-gram"), NGRAM),
     **dict.fromkeys(("suffix-decoding", "suffix-tree", "arctic"), SUFFIX),
+    **dict.fromkeys(("deepseek-mtp", "mimo-mtp", "nextn", "multi-token-prediction"), MTP),
     **dict.fromkeys(("draft", "speculative", "assisted", "assistant", "standalone"), DRAFT_MODEL),
 }
-ELSEWHERE = ("mtp", "deepseek-mtp", "hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
+ELSEWHERE = ("hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
 SEPARATOR = ":"  # between the name of a method and that of one of its drafters
 
 
@@ -61,11 +62,14 @@ class DrafterSpec(NamedTuple):
     source: str | Path | None  # the draft model, or the trained drafter's folder
 
 
-def drafter_specs(speculation: SpeculationConfig, checkpoints: SequenceOf[Path] = ()) -> list[DrafterSpec]:
+def drafter_specs(
+    speculation: SpeculationConfig, checkpoints: SequenceOf[Path] = (), *, native_heads: bool = False
+) -> list[DrafterSpec]:
     """Return the drafters whose needs are all given; a request may choose any of them.
 
     `checkpoints`: folders of trained drafters, each of one method. A folder that is not recognised counts as one of the
-    method that is asked for by name: loading it then says what is wrong.
+    method that is asked for by name: loading it then says what is wrong. `native_heads`: the model's own checkpoint
+    holds heads for multi-token prediction.
     """
     if speculation.method == NONE:
         return []
@@ -84,6 +88,8 @@ def drafter_specs(speculation: SpeculationConfig, checkpoints: SequenceOf[Path] 
             names = ", ".join(method.name for method in trained)
             raise InvalidParameter("drafter", f"{folder} holds no drafter of a known method; known are {names}")
         sources += [(method, folder) for method in methods]
+    if native_heads and speculation.drafter != (NONE,):
+        sources.append((METHODS[MTP], None))
     return [DrafterSpec(name, *source) for name, source in zip(_own_names(sources), sources, strict=True)]
 
 

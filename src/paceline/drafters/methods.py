@@ -26,6 +26,7 @@ DSPARK = "dspark"
 DFLASH = "dflash"
 EAGLE = "eagle"
 EAGLE3 = "eagle3"
+MTP = "mtp"
 
 DRAFTER = "drafter"  # the option that names a trained drafter
 SPECULATORS = "speculators"  # the layout of folders that this library writes
@@ -33,6 +34,8 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 # Published architectures of drafters that draft a block in one pass.
 BLOCK_DRAFTERS = {"Qwen3DSparkModel": DSPARK, "DSparkDraftModel": DSPARK, "DFlashDraftModel": DFLASH}
+# Models whose checkpoints hold heads for multi-token prediction; drafters/mtp/layouts.py describes them.
+MTP_MODELS = ("MiMoForCausalLM",)
 
 
 def medusa_drafter(raw: Mapping[str, Any]) -> str | None:
@@ -49,11 +52,17 @@ def block_drafter(raw: Mapping[str, Any]) -> str | None:
     return (DSPARK if raw.get("markov_rank") else DFLASH) if "dflash_config" in raw else None
 
 
+def mtp_drafter(raw: Mapping[str, Any]) -> str | None:
+    names = raw.get("architectures")
+    promises = isinstance(names, list) and names[:1] and names[0] in MTP_MODELS and raw.get("num_nextn_predict_layers")
+    return MTP if promises else None
+
+
 def eagle_drafter(raw: Mapping[str, Any]) -> str | None:
     """Return the method of a drafter with this config.json if it is an EAGLE; some published ones look like any small
     Llama."""
     kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
-    if kind is not None or block_drafter(raw) is not None:
+    if kind is not None or block_drafter(raw) is not None or mtp_drafter(raw) is not None:
         return str(kind) if kind in (EAGLE, EAGLE3) else None
     if "Eagle3" in names or "draft_vocab_size" in raw or "eagle_config" in raw:
         return EAGLE3
@@ -114,6 +123,7 @@ METHODS: Mapping[str, Method] = {
         _trained(EAGLE, "eagle", _made_by("eagle.drafter", "EagleDrafter.from_context", EAGLE), eagle_drafter)._replace(
             export=None
         ),
+        _trained(MTP, "mtp", _made_by("mtp.drafter", "from_context"), mtp_drafter)._replace(export=None),
     )
 }
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from paceline.drafters.methods import DFLASH, DRAFT_MODEL, DSPARK, EAGLE, EAGLE3, MEDUSA, SPECULATORS
+from paceline.drafters.methods import DFLASH, DRAFT_MODEL, DSPARK, EAGLE, EAGLE3, MEDUSA, MTP, SPECULATORS
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def _built_by(module: str, **fixed: Any) -> Callable[[TraineeContext], BuiltTrai
 TRAINEES: Mapping[str, Callable[[TraineeContext], BuiltTrainee]] = {
     DSPARK: _built_by(DSPARK),
     DFLASH: _built_by(DSPARK, rank=0),
-    EAGLE3: _built_by(EAGLE, fused=True),
-    EAGLE: _built_by(EAGLE, fused=False),
+    **{method: _built_by(EAGLE, method=method) for method in (EAGLE3, EAGLE, MTP)},
     MEDUSA: _built_by(MEDUSA),
     DRAFT: _built_by("draft_model"),
 }

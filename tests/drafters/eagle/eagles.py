@@ -102,6 +102,10 @@ class Reference(torch.nn.Module):
 
     def inputs(self, tokens, features):
         embedded, eps = self.embedding[tokens], self.config.body.rms_norm_eps
+        if self.config.mtp:
+            halves = [norm(embedded, self.of("embedding_norm"), eps), norm(features, self.of("feature_norm"), eps)]
+            joint = self.linear(torch.cat(halves[::-1] if self.config.feature_first else halves, -1), "fc")
+            return norm(joint, self.of(f"{LAYER}.input_layernorm"), eps), joint
         if not self.config.fused:
             joint = self.linear(torch.cat((embedded, features), -1), "fc")
             return joint, joint
@@ -135,7 +139,7 @@ class Reference(torch.nn.Module):
         inner = norm(out, self.of(f"{LAYER}.post_attention_layernorm"), eps)
         gated = F.silu(self.linear(inner, f"{LAYER}.mlp.gate_proj")) * self.linear(inner, f"{LAYER}.mlp.up_proj")
         out = out + self.linear(gated, f"{LAYER}.mlp.down_proj")
-        normed = norm(out, self.of("norm"), eps) if self.config.fused else out
+        normed = norm(out, self.of("norm"), eps) if self.of("norm") is not None else out
         return normed @ self.head.double().T, normed if self.config.norm_output else out
 
     def token(self, drafted):
@@ -195,12 +199,12 @@ def overfit(config, embedding, head, texts, taps, *, depth=4, steps=80, rate=0.0
     return tensors | ({"d2t": reference.ids - torch.arange(config.vocab)} if reference.ids is not None else {})
 
 
-def fitted(decoder, texts, taps_of, *, fused, into=None, fits=True):
+def fitted(decoder, texts, taps_of, *, fused, into=None, fits=True, **flags):
     """A drafter of random weights whose head is fitted to what follows each position of these texts; for the decoder
     `into`, which may be on another device. Not `fits`: the head is random too."""
     target = decoder.config
     known = sorted({token for text in texts for token in text})
-    flags = {"layer_ids": (1, target.num_layers)} if fused else {"fused": False}
+    flags |= {"layer_ids": (1, target.num_layers)} if fused else {"fused": False}
     config = config_for(target, vocab=len(known), **flags)
     tensors = random_tensors(config)
     tensors["d2t"] = torch.tensor(known) - torch.arange(len(known))
@@ -222,10 +226,10 @@ def fitted(decoder, texts, taps_of, *, fused, into=None, fits=True):
     return drafter_of(config, tensors, target, to.kernels, to.embedding, to.head, dtypes=to.dtypes, device=to.device)
 
 
-def toy_drafter(target, heads, *, fused, knows):
+def toy_drafter(target, heads, *, fused, knows, **flags):
     """For a target of `features`: with random weights, or one that hands the feature on to heads that know it."""
     hidden = heads[0].output.shape[1]
-    flags = {"layer_ids": (1,), "vocab": target.vocab_size - 1} if fused else {"fused": False, "own_head": False}
+    flags |= {"layer_ids": (1,), "vocab": target.vocab_size - 1} if fused else {"fused": False, "own_head": False}
     config = config_for(target, hidden_size=hidden, num_heads=1, num_kv_heads=1, head_dim=2, **flags)
     tensors = random_tensors(config)
     if knows:

@@ -40,6 +40,15 @@ KINDS = {
         "own_head": False,
     },
     "eagle": {"fused": False, "own_head": False},
+    "mtp": {"fused": False, "mtp": True, "own_head": False, "feature_first": True, "norm_output": True},
+    "mtp of the state before the final norm": {
+        "fused": False,
+        "mtp": True,
+        "own_head": False,
+        "norm_output": True,
+        "normed_feature": False,
+        "biases": frozenset(f"layers.0.self_attn.{part}_proj" for part in "qkv"),
+    },
     "eagle with biases": {
         "fused": False,
         "own_head": False,
@@ -190,7 +199,7 @@ def test_ties_never_place_a_child_before_its_parent():
 
 
 @pytest.mark.parametrize("num_blocks", [40, 14])
-@pytest.mark.parametrize("kind", ["eagle3.1", "eagle"])
+@pytest.mark.parametrize("kind", ["eagle3.1", "eagle", "mtp"])
 def test_the_own_cache_is_that_of_a_pass_over_the_committed_tokens(kind, num_blocks, decoder):
     """After chunks, prefix hits, unread tokens and, with few blocks, preemption."""
     drafter, reference = make(kind, decoder)
@@ -236,7 +245,7 @@ def answered(decoder):
     return requests, [list(sequence.tokens) for sequence in sequences.values()]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3.1", "eagle"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3.1", "eagle", "mtp"])
 def test_a_drafter_that_knows_the_answers_by_heart_is_always_right(kind, decoder, answered):
     requests, texts = answered
     config = config_for(CONFIG, **{**KINDS[kind], "vocab": 0})
@@ -256,7 +265,8 @@ def test_a_drafter_that_knows_the_answers_by_heart_is_always_right(kind, decoder
 # -- folders
 
 
-LAYOUTS = [(kind, False) for kind in KINDS] + [(kind, True) for kind, flags in KINDS.items() if "fused" not in flags]
+LAYOUTS = [(kind, False) for kind in KINDS if not kind.startswith("mtp")]
+LAYOUTS += [(kind, True) for kind, flags in KINDS.items() if "fused" not in flags]
 
 
 @pytest.mark.parametrize(("kind", "speculators"), LAYOUTS)

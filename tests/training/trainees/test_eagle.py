@@ -1,11 +1,13 @@
-"""EAGLE's training-time test: all drafts of a row in parallel against one draft at a time, token by token."""
+"""The training-time test of EAGLE and MTP: all drafts of a row in parallel against one draft at a time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from paceline.drafters.eagle.checkpoint import read
+from paceline.drafters.eagle import checkpoint as eagle_checkpoint
+from paceline.drafters.methods import EAGLE, EAGLE3, MTP
+from paceline.drafters.mtp import checkpoint as mtp_checkpoint
 from paceline.training.data.batch import DeviceRows
 from paceline.training.data.rows import packed
 from paceline.training.trainees.eagle import EagleOptions, EagleTrainee
@@ -20,8 +22,8 @@ def target(tmp_path_factory):
     return toy_target(tmp_path_factory.mktemp("target"))
 
 
-def random_trainee(target, fused, options=OPTIONS):
-    trainee = EagleTrainee(target, options, some_vocabulary(), fused=fused, seed=0, name="toy")
+def random_trainee(target, method, options=OPTIONS):
+    trainee = EagleTrainee(target, options, some_vocabulary(), method, seed=0, name="toy")
     noise = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for one in trainee.parameters.values():
@@ -29,9 +31,9 @@ def random_trainee(target, fused, options=OPTIONS):
     return trainee
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "features"])
-def test_every_step_equals_a_draft_token_by_token(target, fused, tmp_path):
-    trainee = random_trainee(target, fused)
+@pytest.mark.parametrize("method", [EAGLE3, EAGLE, MTP])
+def test_every_step_equals_a_draft_token_by_token(target, method):
+    trainee, fused = random_trainee(target, method), method == EAGLE3
     rows = DeviceRows.of(packed(noise_sequences(), 32), target.device)
     batch = rows.batch(torch.arange(2), target, trainee.taps, (0, 0))
     tensors = {**trainee.parameters, "lm_head.weight": trainee.head} if fused else dict(trainee.parameters)
@@ -67,14 +69,14 @@ def segments_of(segments):
     ]
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "features"])
-def test_a_saved_drafter_is_the_one_that_was_trained(target, fused, tmp_path):
-    trainee = random_trainee(target, fused)
+@pytest.mark.parametrize("method", [EAGLE3, EAGLE, MTP])
+def test_a_saved_drafter_is_the_one_that_was_trained(target, method, tmp_path):
+    trainee, fused = random_trainee(target, method), method == EAGLE3
     trainee.save(tmp_path)
-    config, tensors = read(tmp_path, target.config)
+    config, tensors = (mtp_checkpoint if method == MTP else eagle_checkpoint).read(tmp_path, target.config)
     assert (config.method, config.fc_norm, config.vocab) == (trainee.config.method, fused, 64 if fused else 97)
     for name, one in trainee.parameters.items():
         torch.testing.assert_close(tensors[name].float(), one.detach(), atol=1e-2, rtol=1e-2)
-    again = EagleTrainee(target, OPTIONS, torch.arange(3), fused=fused, seed=1, name="toy", init_from=tmp_path)
+    again = EagleTrainee(target, OPTIONS, torch.arange(3), method, seed=1, name="toy", init_from=tmp_path)
     assert torch.equal(again.vocab, trainee.vocab)
     assert again.parameters.keys() == trainee.parameters.keys()

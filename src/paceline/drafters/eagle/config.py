@@ -1,7 +1,8 @@
 """The config of an EAGLE drafter: config.json as published or in speculators' layout, and the tensors it asks for.
 
 EAGLE-3 reads the residual stream *entering* some layers of the target (vLLM's and speculators' meaning of layer ids),
-EAGLE-1 the hidden state after the final norm. A folder that names no layers reads 2, L // 2 and L - 3.
+EAGLE-1 the hidden state after the final norm. A folder that names no layers reads 2, L // 2 and L - 3. A head for
+multi-token prediction (drafters/mtp) has the same drafter around another layer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.drafters import folder
-from paceline.drafters.methods import EAGLE, EAGLE3
+from paceline.drafters.methods import EAGLE, EAGLE3, MTP
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.files.json_fields import Json, JsonFields
 from paceline.models.decoder import FINAL
@@ -24,13 +25,17 @@ HEADS = 32  # transformers' default number for both families, which speculators'
 LLAMAS = (EAGLE, "qwen2", "mistral")  # families whose layers differ from Llama's in biases and windows alone
 POSITIONS = 2048  # transformers' default
 LAYER = "layers.0"
+EMBEDDING_NORM, FEATURE_NORM = "embedding_norm", "feature_norm"  # of MTP
 UP = ("gate", "up")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig:
     body: ModelConfig  # the one layer; vocab_size is the target's
-    fused: bool = True  # EAGLE-3; False: EAGLE-1
+    fused: bool = True  # EAGLE-3; False: EAGLE-1 or MTP
+    mtp: bool = False  # embedding and feature are normed before `fc` joins them, and the layer norms its own input
+    feature_first: bool = False  # MTP: order of the halves that `fc` joins
+    normed_feature: bool = True  # MTP: reads the hidden state after the final norm; False: before it
     layer_ids: tuple[int, ...] | None = None  # None: as published for the target's number of layers
     target_hidden_size: int = 0  # 0: the drafter's own
     draft_vocab_size: int = 0  # 0: the target's vocabulary
@@ -45,7 +50,7 @@ class EagleConfig:
 
     @property
     def method(self) -> str:
-        return EAGLE3 if self.fused else EAGLE
+        return EAGLE3 if self.fused else MTP if self.mtp else EAGLE
 
     @property
     def vocab(self) -> int:
@@ -61,7 +66,9 @@ class EagleConfig:
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         """Return the taps of a target with `num_layers` layers."""
-        return self.layer_ids or published_layers(num_layers) if self.fused else (FINAL,)
+        if self.fused:
+            return self.layer_ids or published_layers(num_layers)
+        return (FINAL,) if self.normed_feature else (num_layers,)
 
 
 def published_layers(num_layers: int) -> tuple[int, ...]:
@@ -93,8 +100,12 @@ def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     layer = folder.layer_shapes(body, 2 * wide if config.fused else wide)
     parts: dict[str, tuple[int, ...]] = {"fc": (wide, fused if config.fused else 2 * wide)}
     parts |= {f"{LAYER}.{name}": shape for name, shape in layer.items()}
+    if config.fused or config.mtp:
+        parts |= {f"{LAYER}.input_layernorm": (wide,), "norm": (wide,)}
     if config.fused:
-        parts |= {f"{LAYER}.input_layernorm": (wide,), f"{LAYER}.hidden_norm": (wide,), "norm": (wide,)}
+        parts[f"{LAYER}.hidden_norm"] = (wide,)
+    if config.mtp:
+        parts |= {EMBEDDING_NORM: (wide,), FEATURE_NORM: (wide,)}
     if config.norm_before_fc:
         parts["input_norm"] = (fused,)
     if config.fc_norm:
@@ -115,7 +126,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
     fields = JsonFields(raw, source)
     fused, eagle = method == EAGLE3, fields.section("eagle_config")
     layer = fields.section("transformer_layer_config") if "speculators_model_type" in raw else fields
-    body = _body(layer.values, tensors, fused, source)
+    body = layer_config(layer.values, tensors, fused, source)
     if eagle.values.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModel(f"{source}: use_aux_hidden_state false is not supported")
     biases = frozenset(name.removesuffix(".bias") for name in tensors if name.endswith(".bias"))
@@ -140,7 +151,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
     )
 
 
-def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) -> ModelConfig:
+def layer_config(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) -> ModelConfig:
     """Return the layer's config; keys that a file leaves out are read off the tensors or are transformers' defaults."""
     family = str(layer.get("model_type", "llama"))
     family = "llama" if family in LLAMAS else family

@@ -9,6 +9,7 @@ are written again, from the target's own hidden states.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from paceline.core.device_draft import DeviceDraft
 from paceline.core.draft import Draft, packed_to
 from paceline.drafters.base import DrafterContext, DraftRequest
 from paceline.drafters.eagle.checkpoint import read
+from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.eagle.tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
 from paceline.drafters.folder import refuse_other_drafter
@@ -71,6 +73,10 @@ class EagleDrafter(TappedDrafter):
             raise InvalidParameter("drafter", f"method {method} needs the folder of its drafter; give --drafter")
         config, tensors = read(context.checkpoint, context.config)
         refuse_other_drafter(config.method, config.target, method, context.embedding, context.checkpoint)
+        return cls.of(config, tensors, context)
+
+    @classmethod
+    def of(cls, config: EagleConfig, tensors: Mapping[str, Tensor], context: DrafterContext) -> EagleDrafter:
         kernels = context.kernels or TorchKernels()
         # A CPU reads bf16 fastest; a GPU computes in the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)

@@ -1,7 +1,8 @@
-"""The one layer of an EAGLE drafter, by the target's kernels.
+"""The one layer of an EAGLE drafter or of a head for multi-token prediction (MTP), by the target's kernels.
 
 EAGLE-3: hidden states of the target are fused by `fc`; attention reads the normed embedding beside the normed feature.
 EAGLE-1: `fc` joins embedding and feature, attention reads that without a norm, and the target's head reads the output.
+MTP: `fc` joins the normed embedding and the normed feature, and a whole decoder layer reads that.
 The output of a position takes the place of the feature of the next.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import digest
-from paceline.drafters.eagle.config import LAYER, EagleConfig
+from paceline.drafters.eagle.config import EMBEDDING_NORM, FEATURE_NORM, LAYER, EagleConfig
 from paceline.drafters.folder import draft_ids
 from paceline.models.kernels import Kernels, Packed, RopeArgs
 from paceline.models.kv_cache import KVSpec, LayerCache
@@ -52,6 +53,7 @@ class EagleLayer:
         self._q_norm, self._k_norm = (vector(f"{attention}.{part}_norm") for part in "qk")
         self._input_norm, self._hidden_norm = vector(f"{LAYER}.input_layernorm"), vector(f"{LAYER}.hidden_norm")
         self._mlp_norm, self._norm = vector(f"{LAYER}.post_attention_layernorm"), vector("norm")
+        self._embedding_norm, self._feature_norm = vector(EMBEDDING_NORM), vector(FEATURE_NORM)
         self._taps_norm = vector("input_norm")
         self._tap_norms = [vector(f"fc_norm.{tap}") for tap in range(config.num_taps)] if config.fc_norm else []
         self.ids: Tensor | None = None  # (Vd,) the target's tokens of the draft vocabulary
@@ -140,6 +142,10 @@ class EagleLayer:
     def _inputs(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return attention's input, and a residual stream that may be overwritten."""
         embedded = self._embedding[tokens].to(self.dtypes.compute)
+        if self.config.mtp:
+            halves = [self._norms(embedded, self._embedding_norm), self._norms(features, self._feature_norm)]
+            joint = self._kernels.linear(torch.cat(halves[:: -1 if self.config.feature_first else 1], 1), self._fc)
+            return self._norms(joint, self._input_norm), joint
         if not self.config.fused:
             joint = self._kernels.linear(torch.cat((embedded, features), 1), self._fc)
             return joint, joint.clone()

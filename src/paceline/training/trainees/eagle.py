@@ -1,4 +1,5 @@
-"""Training of EAGLE-1 and EAGLE-3 with their training-time test (Li et al. 2025): drafters learn on their own outputs.
+"""Training of EAGLE-1, EAGLE-3 and heads for multi-token prediction (MTP) with EAGLE-3's training-time test (Li et al.
+2025): drafters learn on their own outputs, as FastMTP's heads do.
 
 Index t of a row is a draft that starts behind token t + 1. Step s pairs the token t + 1 + s with the feature of t + s,
 which is the target's in step 0 and the drafter's own output afterwards; the pair stands at position t + s and predicts
@@ -19,8 +20,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafters.eagle import checkpoint as eagle_checkpoint
-from paceline.drafters.eagle.config import LAYER, EagleConfig, published_layers, shapes
+from paceline.drafters.eagle.config import (
+    EMBEDDING_NORM,
+    FEATURE_NORM,
+    LAYER,
+    EagleConfig,
+    published_layers,
+    shapes,
+)
 from paceline.drafters.folder import TargetShape, draft_ids
+from paceline.drafters.methods import EAGLE, EAGLE3, MTP
+from paceline.drafters.mtp import checkpoint as mtp_checkpoint
 from paceline.training.data.batch import TrainBatch, ahead, anchors
 from paceline.training.registry import (
     MOST_TOKENS,
@@ -56,7 +66,7 @@ class EagleOptions(LossOptions):
     norm_output: bool = True  # EAGLE-3.1: the normed output is fed back
 
 
-def make_config(target: FrozenTarget, options: EagleOptions, vocab: Tensor, name: str, *, fused: bool) -> EagleConfig:
+def make_config(target: FrozenTarget, options: EagleOptions, vocab: Tensor, name: str, method: str) -> EagleConfig:
     body = replace(
         target.config,
         architecture="llama",
@@ -68,7 +78,11 @@ def make_config(target: FrozenTarget, options: EagleOptions, vocab: Tensor, name
         windows=(),
     )
     shape = TargetShape.of(target.config, target.embedding, name)
-    if not fused:
+    if method == MTP:  # in MiMo's layout; it reads the state that every model hands out
+        return EagleConfig(
+            body=body, fused=False, mtp=True, feature_first=True, norm_output=True, own_head=False, target=shape
+        )
+    if method != EAGLE3:
         return EagleConfig(body=body, fused=False, own_head=False, target=shape)
     return EagleConfig(
         body=body,
@@ -117,18 +131,23 @@ def eagle_layer(
     rotary: Rotary,
     mask: Tensor,
     weights: LayerWeights,
-    hidden_norm: Tensor | None,
+    norms: tuple[Tensor, ...],
     fc: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one step over (B, L, h); return outputs before the final norm, and the step's own K and V.
 
-    `keys` and `values` are those of the steps before, `mask` is (B, 1, L, steps * L). EAGLE-1 has no `hidden_norm`.
+    `keys` and `values` are those of the steps before, `mask` is (B, 1, L, steps * L). `norms`: EAGLE-3's of the
+    feature; MTP's of the feature and of the embedding; EAGLE-1 has none.
     """
-    if hidden_norm is None or weights.input_norm is None:
+    inputs: Tensor | None = None
+    if len(norms) == 2:
+        halves = rms_norm(features, norms[0], eps), rms_norm(embedded, norms[1], eps)
+        features = linear(torch.cat(halves, -1), fc)
+    elif not norms or weights.input_norm is None:
         features = inputs = linear(torch.cat((embedded, features), -1), fc)
     else:
-        inputs = torch.cat((rms_norm(embedded, weights.input_norm, eps), rms_norm(features, hidden_norm, eps)), -1)
+        inputs = torch.cat((rms_norm(embedded, weights.input_norm, eps), rms_norm(features, norms[0], eps)), -1)
     return decoder_layer(features, rotary, mask, weights, eps, features.dtype, inputs=inputs, keys=keys, values=values)
 
 
@@ -147,8 +166,8 @@ class EagleTrainee:
         target: FrozenTarget,
         options: EagleOptions,
         vocab: Tensor,
+        method: str,
         *,
-        fused: bool,
         seed: int,
         name: str,
         compiled: bool = False,
@@ -156,17 +175,18 @@ class EagleTrainee:
     ) -> None:
         self.target, self.options = target, options
         size = target.config.vocab_size
-        self.config = make_config(target, options, vocab, name, fused=fused)
+        self.config = make_config(target, options, vocab, name, method)
+        self._checkpoint: Any = mtp_checkpoint if method == MTP else eagle_checkpoint
         tensors = initial(self.config, target.norm, seed)
         if init_from is not None:
-            stored_config, stored = eagle_checkpoint.read(init_from, target.config)
+            stored_config, stored = self._checkpoint.read(init_from, target.config)
             # The target need not be the one that the stored drafter was trained for.
             self.config = replace(stored_config, target=self.config.target)
             tensors = {key: tensor for key, tensor in stored.items() if key not in FROZEN}
             if "d2t" in stored:
                 vocab = draft_ids(stored["d2t"])
         self.vocab = (vocab if self.config.vocab < size else torch.arange(size)).to(target.device)
-        self.taps = self.config.taps(target.config.num_layers) if fused else ()
+        self.taps = self.config.taps(target.config.num_layers) if self.config.fused else ()
         self.parameters = {
             key: tensor.to(device=target.device, dtype=torch.float32).requires_grad_()
             for key, tensor in tensors.items()
@@ -186,11 +206,12 @@ class EagleTrainee:
         config, target, dtype = self.config, self.target, self.target.dtype
         length, parameters = batch.tokens.shape[1], self.parameters
         weights = layer_weights(parameters.get, LAYER)
-        hidden_norm, fc = parameters.get(f"{LAYER}.hidden_norm.weight"), parameters["fc.weight"]
+        names = [f"{LAYER}.hidden_norm"] if config.fused else [FEATURE_NORM, EMBEDDING_NORM] if config.mtp else []
+        norms, fc = tuple(parameters[f"{name}.weight"] for name in names), parameters["fc.weight"]
         if config.fused:
             names = [f"fc_norm.{i}.weight" for i in range(config.num_taps)] if config.fc_norm else []
-            norms = tuple(parameters[name] for name in names)
-            features = self._fuse(batch.hidden.taps, norms, fc, self.eps)
+            tap_norms = tuple(parameters[name] for name in names)
+            features = self._fuse(batch.hidden.taps, tap_norms, fc, self.eps)
         else:
             features = batch.hidden.final
         outputs: list[Tensor] = []
@@ -207,7 +228,7 @@ class EagleTrainee:
                 target.rotary(batch.positions + step),
                 mask,
                 weights,
-                hidden_norm,
+                norms,
                 fc,
                 self.eps,
             )
@@ -218,7 +239,7 @@ class EagleTrainee:
 
     def normed(self, out: Tensor) -> Tensor:
         """Return the head's input."""
-        if not self.config.fused:
+        if "norm.weight" not in self.parameters:
             return out
         return rms_norm(out, self.parameters["norm.weight"], self.eps)
 
@@ -254,21 +275,27 @@ class EagleTrainee:
             tensors["lm_head.weight"] = self.head.to(dtype)
         if len(self.vocab) < self.target.config.vocab_size:
             tensors["d2t"] = self.vocab.cpu() - torch.arange(len(self.vocab))
-        eagle_checkpoint.write(folder, self.config, tensors)
+        self._checkpoint.write(folder, self.config, tensors)
 
 
-def build(context: TraineeContext, *, fused: bool) -> BuiltTrainee:
-    plain = {} if fused else {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0}
-    whole = {} if fused else {"draft_vocab": context.target.config.vocab_size}
-    options = options_of(EagleOptions, {**plain, **context.sizes}, whole)
+# Options of a method that differ from EAGLE-3's: EAGLE-1's loss; the few steps of FastMTP.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    EAGLE: {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0},
+    MTP: {"steps": 3},
+}
+
+
+def build(context: TraineeContext, *, method: str) -> BuiltTrainee:
+    whole = {} if method == EAGLE3 else {"draft_vocab": context.target.config.vocab_size}
+    options = options_of(EagleOptions, {**DEFAULTS.get(method, {}), **context.sizes}, whole)
     trainee = EagleTrainee(
         context.target,
         options,
         context.vocabulary(options.draft_vocab),
-        fused=fused,
+        method,
         seed=context.seed,
         name=context.name,
         compiled=context.compiled,
         init_from=context.init_from,
     )
-    return BuiltTrainee(trainee, asdict(options), None, 60 if fused else 30)
+    return BuiltTrainee(trainee, asdict(options), None, 60 if method == EAGLE3 else 30)
