@@ -205,6 +205,12 @@ class AnswerReader:
             draft=delta.draft,
         )
 
+    def whole_chunk(self, answer: CompletionOutput) -> StreamChunk:
+        """Return a whole answer as one chunk, with the text of each token."""
+        texts = self._text.push(answer.index, answer.token_ids, True)
+        text = answer.text if self.params.stop else "".join(texts)
+        return StreamChunk(answer.index, text, answer.token_ids, answer.finish_reason, token_texts=texts)
+
     def output(self, ended: Ended) -> RequestOutput:
         of_prompt = self._text.logprobs(ended.prompt_logprobs)
         return RequestOutput(

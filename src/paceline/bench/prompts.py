@@ -18,7 +18,7 @@ from paceline.files.prompt_files import numbered_lines, read_file, read_object, 
 
 WORKLOADS = (
     *("chat", "code", "math", "summarise", "quote", "extraction", "sql"),
-    *("factual", "translation", "support", "creative", "multi-turn", "reasoning"),
+    *("factual", "translation", "support", "creative", "multi-turn", "reasoning", "thoughts"),
 )
 QUICK_WORKLOADS = ("chat", "code", "math", "summarise", "extraction")
 UNNAMED = "prompts"  # the workload of prompts that name none

@@ -212,15 +212,8 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
     async def chat_route(body: ChatRequest, request: Request) -> Response:
         state.check_model(body.model)
         with _as_asked(body):
-            params, streamed = body.to_params(state.call_style), bool(body.stream)
-            conversation, variables = body.conversation(), body.template_variables()
-            prompt = await state.encode_chat(conversation, variables)
-            # Variables of the template are part of the prompt, but not of the messages that would be captured.
-            keep = None if variables else functools.partial(Capture.chat, messages=conversation)
-            generation = await state.start(
-                request, prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep
-            )
-            if streamed:
+            generation = await state.start_chat(request, body, prefix="chatcmpl")
+            if body.stream:
                 return EventStream(chat.chunks(generation, body, state.name), [generation])
             output = await _whole(request, generation)
             return _json(chat.completion(generation, output, body, state.name))

@@ -18,7 +18,7 @@ from paceline.engine.events import Request as EngineRequest
 from paceline.errors import EngineClosed, InvalidParameter, ModelNotFound, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.generation import Generation
-from paceline.server.api.protocol import Sampling
+from paceline.server.api.protocol import ChatRequest, Sampling
 from paceline.server.api.tool_calls import Style, style_of
 from paceline.server.capture import Capture
 from paceline.server.gate import CLIENT
@@ -27,6 +27,7 @@ from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.process.messages import EngineSettings
 from paceline.server.trust import ApiKey, Sharing
 from paceline.text.request_text import EncodedPrompt, check_token_ids, encode_prompts
+from paceline.text.thoughts import Thought, effort_variables, thought_after
 from paceline.text.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str, str], None]  # writes one answer, with its domain
@@ -117,6 +118,25 @@ class AppState:
         text = await asyncio.to_thread(self.tokenizer.render_chat, conversation, **variables)
         return await self.encode(text, special=False)
 
+    async def start_chat(self, asked: Request, body: ChatRequest, *, prefix: str) -> Generation:
+        """Start the answer to a conversation."""
+        params, conversation = body.to_params(self.call_style), body.conversation()
+        variables, tags = body.template_variables(), self.tokenizer.thought_tags
+        if body.reasoning_effort is not None:
+            template = self.tokenizer.chat_template(with_tools="tools" in variables)
+            known = await asyncio.to_thread(lambda: template.variables)
+            variables = effort_variables(body.reasoning_effort, known) | variables
+        prompt = await self.encode_chat(conversation, variables)
+        thought = None if tags is None else thought_after(tags, prompt.text or "")
+        # Variables of the template are part of the prompt, but not of the messages that would be captured.
+        keep = None if variables else functools.partial(Capture.chat, messages=conversation)
+        if thought is not None:
+            params = thought.frees(params)
+        streamed = bool(body.stream)
+        return await self.start(
+            asked, prompt, params, body, streamed=streamed, prefix=prefix, keep=keep, thought=thought
+        )
+
     async def start(
         self,
         asked: Request,
@@ -128,6 +148,7 @@ class AppState:
         prefix: str,
         group: str | None = None,
         keep: Keep | None = None,
+        thought: Thought | None = None,
     ) -> Generation:
         """Start a generation. `group`: id of all prompts of one HTTP request; `keep` is called for each captured
         answer."""
@@ -146,6 +167,7 @@ class AppState:
                 EngineRequest(request_id, prompt.tokens, resolved, group, streamed=streamed, owner=owner),
                 limit_s=self.settings.request_limit_s,
                 on_end=lambda generation: self._keep(generation, keep, owner.domain),
+                thought=thought,
             )
         except BaseException:
             self.metrics.cancelled(request_id)  # it may not have reached the engine

@@ -19,17 +19,19 @@ from paceline.text.grammar_parts import (
     one_of,
     repeated,
 )
-from paceline.text.structured_outputs import WHITESPACE
+from paceline.text.structured_outputs import ONE_LINE, WHITESPACE
 
 
 def tag_source(tag: Json, user_regex: Callable[[str], str]) -> str:
     """Return the grammar of a structural tag. `user_regex`: writes a request's regex as the library takes it."""
     rules, tags = Rules(), _Tags(user_regex)
-    return rules.source(tags.format(rules, tag.get("format") if "format" in tag else _modern(tag), 0))
+    return rules.source(tags.format(rules, format_of(tag), 0))
 
 
-def _modern(tag: Json) -> Json:
-    """Return the format of vLLM's older form, which lists structures and triggers."""
+def format_of(tag: Json) -> Any:
+    """Return the format of a structural tag. vLLM's older form lists structures and triggers."""
+    if "format" in tag:
+        return tag["format"]
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise WrongGrammar("a structural_tag has a format")
@@ -58,7 +60,7 @@ class _Tags:
         self._regex = user_regex
         self._known = {
             "const_string": (self._const, {"value"}),
-            "json_schema": (self._json, {"json_schema", "max_whitespace_cnt"}),
+            "json_schema": (self._json, {"json_schema", "max_whitespace_cnt", ONE_LINE}),
             "any_text": (lambda rules, of, depth: GrammarPart(ANY_TEXT), set()),
             "regex": (
                 lambda rules, of, depth: GrammarPart(f"(?:{self._regex(_field(of, 'pattern', str))})"),
@@ -99,7 +101,8 @@ class _Tags:
         count = of.get("max_whitespace_cnt")
         if count is not None and (type(count) is not int or not 1 <= count <= 1000):
             raise WrongGrammar(f"max_whitespace_cnt is between 1 and 1000, got {short_repr(count)}")
-        return rules.json(_field(of, "json_schema", (dict, bool)), WHITESPACE if count is None else count)
+        whitespace = None if of.get(ONE_LINE) else WHITESPACE if count is None else count
+        return rules.json(_field(of, "json_schema", (dict, bool)), whitespace)
 
     def _tag(self, rules: Rules, of: Json, depth: int) -> GrammarPart:
         return in_order([literal(_field(of, "begin", str)), self._inside(rules, of, depth)])

@@ -27,6 +27,7 @@ from paceline.files.regular import read_bytes, read_text
 from paceline.text.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
 from paceline.text.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
 from paceline.text.gguf_vocab import tokenizer_files
+from paceline.text.thoughts import tags_in
 from paceline.text.tokenizer_config import chat_templates, declared_tokens, named_tokens
 
 __all__ = ["IncrementalDecoder", "Tokenizer"]
@@ -55,7 +56,8 @@ class Tokenizer:
         self._templates: dict[str, ChatTemplate] = {}
         self._add_missing_tokens(config)
         self._probe()
-        self._specials = special_tokens(backend)
+        self.thought_tags = tags_in(self._sources.values())
+        self._specials = frozenset(name for name in special_tokens(backend) if not self._is_tag(name))
         self._streams: StreamFactory | None = None
 
     @classmethod
@@ -94,7 +96,7 @@ class Tokenizer:
 
     def special_token_ids(self) -> list[int]:
         added = self.backend.get_added_tokens_decoder()
-        return sorted(number for number, token in added.items() if token.special)
+        return sorted(number for number, token in added.items() if token.special and not self._is_tag(token.content))
 
     @property
     def eos_token_id(self) -> int | None:
@@ -193,6 +195,10 @@ class Tokenizer:
         if name not in self._templates:
             self._templates[name] = ChatTemplate(self._sources[name])
         return self._templates[name]
+
+    def _is_tag(self, token: str) -> bool:
+        """Return whether a token begins or is a tag of thoughts, which is text for those who read answers."""
+        return self.thought_tags is not None and any(tag.startswith(token) for tag in self.thought_tags)
 
     def _id_of(self, name: str) -> int | None:
         token = self.named_tokens.get(name)

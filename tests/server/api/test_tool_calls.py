@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline import LLM
 from paceline.outputs import StreamChunk
+from paceline.server.api.answer_parts import AnswerParser
 from paceline.server.api.chat import parse_chunk
 from paceline.server.api.protocol import ChatRequest
 from paceline.server.api.tool_calls import Style, ToolParser, forced_calls, read_call, style_of
@@ -64,9 +66,10 @@ def test_a_request_may_ask_for_one_call_at_a_time(parallel: bool | None) -> None
     tools = [{"type": "function", "function": {"name": "time"}}]
     messages = [{"role": "user", "content": "x"}]
     request = ChatRequest.model_validate({"messages": messages, "tools": tools, "parallel_tool_calls": parallel})
-    parser, cuts = ToolParser(), (TWO[:60], TWO[60:130], TWO[130:])
+    generation: Any = SimpleNamespace(thought=None)
+    parser, cuts = AnswerParser(generation, request), (TWO[:60], TWO[60:130], TWO[130:])
     chunks = [StreamChunk(0, text, [], "stop" if text is cuts[-1] else None) for text in cuts]
-    deltas = [parse_chunk(chunk, parser, request) for chunk in chunks]
+    deltas = [parse_chunk(chunk, parser) for chunk in chunks]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "time")][: len(calls)]
     assert len(calls) == (2 if parallel is None else 1)
@@ -92,7 +95,7 @@ CALLS = [("weather", '{"city": "Oslo"}'), ('a "b"', "{}")]
 
 @pytest.mark.parametrize("style", ["hermes", "llama"])
 @pytest.mark.parametrize("single", [False, True])
-def test_what_is_forced_is_what_isparse_chunk(smollm2: LLM, style: Style, single: bool) -> None:
+def test_what_is_forced_is_what_is_read(smollm2: LLM, style: Style, single: bool) -> None:
     grammars = Grammars(smollm2.tokenizer, smollm2.config.vocab_size, smollm2.config.eos_token_ids)
     compiled = grammars.compile({"structural_tag": forced_calls(SCHEMAS, style, single=single)})
     (end,) = smollm2.config.eos_token_ids

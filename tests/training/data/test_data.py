@@ -158,6 +158,35 @@ def test_every_form_of_a_chat_gives_the_same_tokens_and_marks(tmp_path, smollm2_
     assert tokenizer.decode(written, skip_special_tokens=False) == "Hi!<|im_end|>Hi again!<|im_end|>"
 
 
+TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and not (KEPT and loop.last) %}{{ message.content.split('</think>')[-1].lstrip() }}
+{%- else %}{{ message.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\nOPENED' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("kept", ["true", "false"])
+@pytest.mark.parametrize("opened", ["", "<think>\\n"])
+def test_thoughts_are_learnt_whatever_the_template_leaves_out(tmp_path, smollm2_path, kept, opened):
+    answers = ["<think>\nHm\n</think>\n\nYes", "<think>\nSo\n</think>\n\nNo"]
+    talk = [("user", "One?"), ("assistant", answers[0]), ("user", "Two?"), ("assistant", answers[1])]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    apart = [*messages[:1], {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}, *messages[2:]]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": each}) for each in (messages, apart)))
+    plain = Tokenizer.from_path(smollm2_path)
+    template = TEMPLATE.replace("KEPT", kept).replace("OPENED", opened)
+    tokenizer = Tokenizer(plain.backend, {}, {"default": template})
+    one, other = (encoded(example, tokenizer, (2,)) for example in read_examples(path))
+    assert one == other
+    assert len(one) == 2  # the second prompt is without the first thought
+    written = [
+        tokenizer.decode([token for token, mark in zip(*each, strict=True) if mark], skip_special_tokens=False)
+        for each in one
+    ]
+    opening = "<think>\n" if opened else ""
+    assert written == [answer.removeprefix(opening) + "<|im_end|>" for answer in answers]
+
+
 @pytest.fixture
 def maker_of(monkeypatch):
     """Makers whose model writes one new prompt after the other, of which every fifth is too long for a row."""

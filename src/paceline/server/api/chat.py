@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from paceline.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
+from paceline.server.api.answer_parts import AnswerParser, whole_parts
 from paceline.server.api.generation import Generation, details, header, prompt_logprobs, usage
 from paceline.server.api.protocol import ChatRequest
-from paceline.server.api.tool_calls import ToolParser
 
 
 def completion(generation: Generation, output: RequestOutput, request: ChatRequest, model: str) -> dict[str, Any]:
@@ -21,12 +21,10 @@ def completion(generation: Generation, output: RequestOutput, request: ChatReque
 
 
 def _choice(generation: Generation, answer: CompletionOutput, request: ChatRequest) -> dict[str, Any]:
-    text, calls = answer.text, []
-    if request.offered_tools:
-        parser = ToolParser()
-        text = parser.push(text)[0] + parser.finish()[0]
-        calls = parser.calls[: request.max_calls]
+    thought, text, calls = whole_parts(generation, answer, request)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thought:
+        message["reasoning_content"] = thought
     if calls:
         message |= {"content": text or None, "tool_calls": [call.as_dict() for call in calls]}
     choice = {
@@ -48,31 +46,22 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
     for index in range(generation.params.n):
         delta: dict[str, Any] = {"role": "assistant", "content": ""}
         yield {**base, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
-    parsers = [ToolParser() for _ in range(generation.params.n)] if request.offered_tools else []
+    parsers = [AnswerParser(generation, request) for _ in range(generation.params.n)]
     while (chunk := await generation.chunk()) is not None:
-        delta = (
-            parse_chunk(chunk, parsers[chunk.index], request)
-            if parsers
-            else {"content": chunk.text}
-            if chunk.text
-            else {}
-        )
-        reason = _reason(chunk.finish_reason, bool(parsers and parsers[chunk.index].calls), request)
+        delta = parse_chunk(chunk, parsers[chunk.index])
+        reason = _reason(chunk.finish_reason, parsers[chunk.index].num_calls > 0, request)
         yield {**base, "choices": [_chunk_choice(generation, chunk, request, delta, reason)]}
     if request.includes_usage:
         yield {**base, "choices": [], "usage": usage([generation])}
 
 
-def parse_chunk(chunk: StreamChunk, parser: ToolParser, request: ChatRequest) -> dict[str, Any]:
-    """Return a delta with text that is no call, and with calls that are complete."""
-    begun = len(parser.calls)
-    text, calls = parser.push(chunk.text)
-    if chunk.finish_reason is not None:
-        rest, more = parser.finish()
-        text, calls = text + rest, [*calls, *more]
-    if request.max_calls is not None:
-        calls = calls[: max(request.max_calls - begun, 0)]
-    delta: dict[str, Any] = {"content": text} if text else {}
+def parse_chunk(chunk: StreamChunk, parser: AnswerParser) -> dict[str, Any]:
+    """Return a delta with thought, text that is no call, and calls that are complete."""
+    begun = parser.num_calls
+    thought, text, calls = parser.push(chunk)
+    delta: dict[str, Any] = {"reasoning_content": thought} if thought else {}
+    if text:
+        delta["content"] = text
     if calls:
         delta["tool_calls"] = [call.as_dict(begun + at) for at, call in enumerate(calls)]
     return delta

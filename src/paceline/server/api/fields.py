@@ -43,7 +43,7 @@ ABSENT: dict[str, AbsentField] = {
     "parallel_tool_calls": AbsentField((True, False)),
     "prediction": AbsentField(),
     "reasoning": AbsentField(),
-    "reasoning_effort": AbsentField(equal="chat_template_kwargs"),
+    "reasoning_effort": AbsentField(equal="reasoning"),
     "response_format": AbsentField(({"type": "text"},), "structured_outputs"),
     "stream_options": AbsentField(({"include_usage": False},)),
     "suffix": AbsentField(("",)),

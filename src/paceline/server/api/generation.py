@@ -16,6 +16,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.server.api.protocol import Choices
 from paceline.server.process.client import EngineClient, RequestInbox
 from paceline.text.request_text import EncodedPrompt
+from paceline.text.thoughts import Thought
 from paceline.text.tokenizer import Tokenizer
 
 KINDS = ("drafted", "recovered", "bonus")  # names of core.verdict.TokenKind, without importing torch
@@ -36,6 +37,8 @@ class Generation:
     limit: asyncio.TimerHandle
     on_end: Callable[[Generation], None]
     output: RequestOutput | None = None  # None: it is not complete
+    thought: Thought | None = None  # None: the model's chat template knows none, or it is no chat
+    num_thought_tokens: int = 0  # of the answers as far as they were read
 
     @classmethod
     async def start(
@@ -47,6 +50,7 @@ class Generation:
         *,
         limit_s: float,
         on_end: Callable[[Generation], None] = lambda generation: None,
+        thought: Thought | None = None,
     ) -> Generation:
         """Submit a request. A streamed one raises here if the engine refuses it, so that its status can say so."""
         inbox = client.submit(request)
@@ -55,7 +59,9 @@ class Generation:
         limit = asyncio.get_running_loop().call_later(
             limit_s, inbox.put_nowait, late
         )  # one timer, not one for each event
-        self = cls(client, tokenizer, AnswerReader(tokenizer, prompt, request.params), inbox, limit, on_end)
+        self = cls(
+            client, tokenizer, AnswerReader(tokenizer, prompt, request.params), inbox, limit, on_end, thought=thought
+        )
         if request.streamed:
             try:
                 accepted = await self._next()
@@ -157,6 +163,7 @@ def usage(generations: list[Generation]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "completion_tokens_details": {"reasoning_tokens": sum(each.num_thought_tokens for each in generations)},
         "speculation": {
             "drafted": total.num_draft_tokens,
             "accepted": total.num_accepted_tokens,

@@ -196,6 +196,9 @@ class ContentPart(Body):
     text: str | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class FunctionCall(Body):
     name: str
     arguments: str
@@ -239,6 +242,7 @@ class ChatRequest(Choices):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's name, and its fields
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
 
     def to_params(self, style: Style = "hermes") -> SamplingParams:
         """Return the sampling parameters. `style`: the form in which the model writes a forced call."""
@@ -356,6 +360,8 @@ def plain_message(message: Message) -> dict[str, Any]:
                 raise InvalidParameter("messages", f"content of type {part.type!r} is not supported; text is")
         plain["content"] = "\n".join(part.text or "" for part in message.content)  # LLM.chat and vLLM do the same
     plain.setdefault("content", "")
+    if isinstance(thought := plain.pop("reasoning", None), str):  # the newer name
+        plain.setdefault("reasoning_content", thought)
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
