@@ -2,7 +2,7 @@
 
 In any field null, an empty list or an empty object asks for nothing, and so do the values below. Such a field is left
 out before a body is read; with any other value the request is refused by name. The check of bodies, the OpenAPI
-document and the list in docs/guides/serving.md are made from this table.
+document and the list in docs/guides/requests.md are made from this table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ ABSENT: dict[str, AbsentField] = {
     "reasoning_effort": AbsentField(equal="reasoning"),
     "response_format": AbsentField(({"type": "text"},), "structured_outputs"),
     "stream_options": AbsentField(({"include_usage": False},)),
-    "suffix": AbsentField(("",)),
     "tool_choice": AbsentField(("none", "auto")),
     "tools": AbsentField(),
     "top_logprobs": AbsentField((0,), "logprobs"),

@@ -165,6 +165,7 @@ class CompletionRequest(Choices):
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
+    suffix: Annotated[str, Field(max_length=0)] | None = None  # text behind the answer: models here only go on
 
     def prompts(self) -> list[str] | list[list[int]]:
         prompt: Any = self.prompt
