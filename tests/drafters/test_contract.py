@@ -40,6 +40,7 @@ from tests.helpers.contract_toys import (
     NATIVE_EARLY,
     PLAIN,
     TAPPED,
+    TAUGHT,
     VOCAB,
     ByRequest,
     FunctionModel,
@@ -48,6 +49,7 @@ from tests.helpers.contract_toys import (
     Stumbling,
     ToyGrammar,
     answers,
+    contrary,
     exact_joint,
     exercised,
     g_test,
@@ -63,7 +65,7 @@ from tests.helpers.errors import refused
 from tests.helpers.fakes import requests_strategy
 
 METHODS = list(TABLE)
-WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
+WAYS = [*METHODS, TAPPED, TAUGHT, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
 DEVICE = {AHEAD, *EARLY, *NATIVE_EARLY}  # ways that run ahead of the host
 # Ways with dspark's and eagle3's classes, or right about one text alone: long tables of parameters run without these.
 TWINS = {"dflash", "eagle", "dflash, native", "dspark, native int8, overfit"}
@@ -100,6 +102,48 @@ def test_a_native_way_drafts_by_native_calls_alone(way):
     (sequence,) = run(engine, every([(prompt_of(0, 12), params(max_tokens=30))]))[0].values()
     assert len(calls) == sequence.stats.num_drafts > 2
     assert engine.drafters.failures == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("method", [TAUGHT, TAPPED])
+def test_feedback_on_every_verified_row_is_of_the_raw_logits(method, ahead):
+    """Under penalties and grammars, in plain and drafted steps, with prompts in chunks, preemption and cancellation.
+    A drafter whose check fails is counted as failed."""
+    drafter = make_drafter(method)
+    wishes = [{}, WISHES["all"], WISHES["grammar"], {"temperature": 0.8, "seed": 3}, {"max_tokens": 3}]
+    requests = [
+        (i % 3, str(i), prompt_of(i, 5 + 3 * i), params(**{"max_tokens": 26, **wish})) for i, wish in enumerate(wishes)
+    ]
+    engine = make_engine(
+        [drafter],
+        policy=NowAndThen(drafter.name, range(1, 6), 0.6),
+        ahead=ahead,
+        num_blocks=22,
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+    )
+    passes = engine.model.rows_per_pass
+    sequences, _ = run(engine, requests, cancel=[(15, "3")])
+    assert engine.drafters.failures == 0
+    assert sum(one.num_preemptions for one in sequences.values()) > 0
+    drafted = sum(one.stats.num_draft_tokens for one in sequences.values())
+    assert 0.8 * drafted < drafter.rows_checked <= sum(passes)
+
+
+def test_feedback_of_a_wrong_row_is_noticed():
+    drafter = make_drafter(TAUGHT)
+    drafter.logits_of = contrary
+    engine = make_engine([drafter])
+    run(engine, every([(prompt_of(0, 9), params(max_tokens=6))]))
+    assert engine.drafters.failures == 1
+    assert drafter.rows_checked == 0
+
+
+def test_no_feedback_is_computed_where_no_drafter_asks_for_it():
+    engine, calls = make_engine([make_drafter("ngram")]), []
+    engine.runner.sampler.top_tokens = lambda *given: calls.append(given)
+    run(engine, every([(prompt_of(0, 9), params(max_tokens=6))]))
+    assert not calls
 
 
 def test_every_method_can_be_made():

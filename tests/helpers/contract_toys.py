@@ -12,12 +12,13 @@ import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.core.sequence import Sequence
-from paceline.drafters import METHODS, DeviceDraft, DrafterContext, KVSpec, TappedDrafter
+from paceline.drafters import METHODS, DeviceDraft, DrafterContext, HostDraft, HostDrafter, KVSpec, TappedDrafter
 from paceline.drafters.block.config import W1, W2
 from paceline.drafters.heads.checkpoint import MedusaHead
 from paceline.drafters.heads.medusa import MedusaDrafter
@@ -41,6 +42,7 @@ from tests.helpers.results import rows_of
 
 VOCAB = 11
 HIDDEN = 128  # of a hidden state, of which the first VOCAB * VOCAB are used: whole blocks of 32, as Q8_0 weights have
+TAUGHT = "taught"  # no method of the table: it learns from the feedback on every verified row
 TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), unread tokens, trees on the device
 
 
@@ -171,7 +173,65 @@ class ChainModel(FunctionModel):
         return self.forward(tokens, plan, self.caches, last).logits
 
 
-class PairDrafter(TappedDrafter):
+class Taught:
+    """Checks that the feedback on each row is the target's own for the tokens up to that row."""
+
+    feedback, rows_checked = 3, 0
+    logits_of = staticmethod(repeating)
+
+    def on_feedback(self, feedback):
+        vocab, contexts = self.vocab_size, {}
+        assert len(set(map(id, feedback.sequences))) == len(feedback.sequences)
+        spans = zip(feedback.sequences, feedback.lengths, feedback.starts, feedback.ends, strict=True)
+        for sequence, length, start, end in spans:
+            assert length <= len(sequence.tokens)
+            for row in range(start, end):
+                parent = int(feedback.parents[row])
+                before = tuple(sequence.tokens[: length - 1]) if row == start else contexts[parent]
+                assert (parent < 0) == (row == start)
+                assert feedback.before[row] == (before[-1] if before else -1)
+                contexts[row] = context = (*before, int(feedback.tokens[row]))
+                p = torch.tensor(self.logits_of(context, vocab)).softmax(0)
+                ids, probs = feedback.ids[row], torch.from_numpy(feedback.probs[row])
+                assert ids.tolist() == p.topk(min(vocab, self.feedback)).indices.tolist()
+                assert torch.allclose(probs, p[ids], atol=1e-5)
+                assert abs(feedback.rest[row] + float(probs.sum()) - 1) < 1e-5
+            assert contexts[start] == tuple(sequence.tokens[:length])
+        self.rows_checked += len(contexts)
+        self.learn(feedback)
+
+    def learn(self, feedback):
+        pass
+
+
+class TaughtDrafter(Taught, HostDrafter):
+    """Drafts what followed the last pair of tokens when a row was verified behind that pair, rejected rows too."""
+
+    name = TAUGHT
+
+    def __init__(self, vocab_size):
+        self.vocab_size, self.known = vocab_size, {}
+
+    def learn(self, feedback):
+        pairs = zip(feedback.before.tolist(), feedback.tokens.tolist(), strict=True)
+        self.known.update(zip(pairs, feedback.ids.tolist(), strict=True))
+
+    def propose(self, rows):
+        width = max(row.max_nodes for row in rows)
+        tokens, parents, depth = np.zeros((3, len(rows), width), np.int64)
+        for at, row in enumerate(rows):
+            pairs = [tuple([-1, *row.sequence.tokens][-2:])]  # of the root, then of each node
+            for node in range(row.max_nodes):  # two children of each node
+                parent, second = node // 2 - 1, node % 2
+                ids = self.known.get(pairs[parent + 1], (0, 1))
+                tokens[at, node], parents[at, node] = max(ids[min(second, len(ids) - 1)], 0), parent
+                depth[at, node] = 1 if parent < 0 else depth[at, parent] + 1
+                pairs.append((pairs[parent + 1][1], tokens[at, node].item()))
+            parents[at, row.max_nodes :] = -1
+        return HostDraft.of_arrays(tokens, parents, depth, np.array([row.max_nodes for row in rows]))
+
+
+class PairDrafter(Taught, TappedDrafter):
     """One layer of K/V of (hidden state t, token t + 1), from which alone it drafts: what followed the last pair of
     tokens when that was seen before, and a second guess beside each node, as trees only the device knows."""
 
@@ -334,7 +394,7 @@ def context_for(config, **options):
 
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is read or published, as on a device.
-EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix")}
+EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix", TAUGHT)}
 EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa", "dspark", "eagle3")}
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
@@ -343,6 +403,7 @@ MAKERS = {
     "suffix": lambda config: METHODS["suffix"].make(context_for(config)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     TAPPED: lambda config: PairDrafter(config.vocab_size),
+    TAUGHT: lambda config: TaughtDrafter(config.vocab_size),
     "medusa": lambda config: MedusaDrafter(medusa_heads(config.vocab_size), config.vocab_size),
     "dspark": lambda config: block_drafter(config, markov_rank=config.vocab_size),
     "dflash": lambda config: block_drafter(config, **DFLASH),

@@ -87,6 +87,10 @@ class DeviceDraft(Draft):
     def max_depth(self) -> int:
         return max(self.shape.max_depth, self.depth_bound)
 
+    @property
+    def unseen(self) -> list[Tensor]:
+        return [self.tokens] if self.device_parents is None else [self.tokens, self.device_parents]
+
     def to(self, device: torch.device) -> Draft:
         """Return the whole draft on the device, trees that only the device knows filled in."""
         q = self.q

@@ -165,6 +165,11 @@ class Draft:
         return self.shape.max_depth if self.depth_bound is None else self.depth_bound
 
     @property
+    def unseen(self) -> list[Tensor]:
+        """Return (B, N) tokens, and parents too where the host does not know all, that are only on the device."""
+        return []
+
+    @property
     def is_planned(self) -> bool:
         """Return whether all but tokens, unknown trees and q's numbers are on the host."""
         return self.parents.is_cpu and (self.q is None or self.q.row_of.is_cpu)

@@ -11,6 +11,7 @@ from paceline.drafters.methods import METHODS
 if TYPE_CHECKING:
     from paceline.core.device_draft import DeviceDraft
     from paceline.core.draft import Draft, HostDraft, Proposal
+    from paceline.core.feedback import Feedback
     from paceline.core.verdict import UnreadVerdict
     from paceline.drafters.base import Drafter, DrafterContext, DraftRequest, HostDrafter, VerifiedDraft
     from paceline.drafters.hidden_states import TapBatch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DeviceDraft": "core.device_draft",
     **dict.fromkeys(("Draft", "HostDraft", "Proposal"), "core.draft"),
+    "Feedback": "core.feedback",
     "UnreadVerdict": "core.verdict",
     **dict.fromkeys(("Drafter", "DrafterContext", "DraftRequest", "HostDrafter", "VerifiedDraft"), "drafters.base"),
     "TapBatch": "drafters.hidden_states",
@@ -27,7 +29,16 @@ _HOMES = {
     "KVSpec": "models.kv_cache",
 }
 __all__ = ["AUTO", "METHODS", "NONE", "DeviceDraft", "Draft", "DraftRequest", "Drafter", "DrafterContext", "HostDraft"]
-__all__ += ["HostDrafter", "KVSpec", "Proposal", "TapBatch", "TappedDrafter", "UnreadVerdict", "VerifiedDraft"]
+__all__ += [
+    "Feedback",
+    "HostDrafter",
+    "KVSpec",
+    "Proposal",
+    "TapBatch",
+    "TappedDrafter",
+    "UnreadVerdict",
+    "VerifiedDraft",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.config import AUTO, MAX_K, SpeculationConfig
 from paceline.core.draft import Draft
+from paceline.core.feedback import Feedback
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.hidden_states import PromptChunk, TapRing
@@ -87,6 +88,7 @@ class Drafter(Protocol):
     trees: bool  # nodes come in order of probability: the first n are the best tree of n, and cost no more than one
     pass_bytes: int  # of weights that one pass of its model reads; of trees, that a whole draft reads; 0: unknown
     passes: int  # of its model, one behind the other, in the last draft; 1 where all of it is made at once
+    feedback: int  # likeliest tokens of each verified row that `on_feedback` receives; 0: none, and it is not called
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers of `kv_layers`; called once, before anything else."""
@@ -105,6 +107,10 @@ class Drafter(Protocol):
 
     def unread_tokens(self, sequence: Sequence) -> int:
         """Return the number of tokens that the drafter reads before it can draft."""
+
+    def on_feedback(self, feedback: Feedback) -> None:
+        """Receive the likeliest tokens of all verified rows of a step that was read, whatever drafted in it. Called
+        once a step, behind `on_verdict`, with at most `feedback` tokens of a row."""
 
     def close(self) -> None:
         """Save what later runs can use, and drop what refers to the drafter itself; the engine is closing."""
@@ -143,8 +149,11 @@ class DrafterDefaults:
     on_device = shifted_kv = trees = False
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    scratch_slots = pass_bytes = 0
+    scratch_slots = pass_bytes = feedback = 0
     depth, passes = MAX_K, 1
+
+    def on_feedback(self, feedback: Feedback) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -73,6 +73,8 @@ class Committer:
         if batch.drafts:
             self._add_drafts(flight, result, accepted_of)
         self._drafters.on_verdict(batch, sequences)
+        if flight.feedback is not None and rows:
+            self._drafters.on_feedback(flight.feedback.read(batch, flight.layout, rows))
         return result
 
     @staticmethod

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.config import AUTO
 from paceline.core.device_draft import merge_drafts
 from paceline.core.draft import Draft
+from paceline.core.feedback import Feedback
 from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters import Drafter, DraftRequest
@@ -133,6 +134,8 @@ class DrafterSet:
         automatic = tuple(name for name in self.working if name not in named)
         self._serving: dict[str, tuple[str, ...]] = {AUTO: automatic}
         self.has_model = not self._models.isdisjoint(automatic)
+        self._learning = [drafter for drafter in self._working if drafter.feedback]
+        self._feedback = max([drafter.feedback for drafter in self._learning if drafter.name not in named], default=0)
         self.begins = frozenset(drafter.name for drafter in self._devices)  # they may begin drafts behind a step
 
     def close(self) -> None:
@@ -339,6 +342,19 @@ class DrafterSet:
             early = [sequence for sequence in sequences if sequence.key in rows]
             if verified or early:
                 self._safely(drafter, drafter.on_verdict, verified, early)
+
+    def feedback_of(self, batch: Batch) -> int:
+        """Return the number of likeliest tokens of each verified row that drafters want of a step. A drafter that
+        `auto` never chooses wants those of its own drafts."""
+        if not self._learning or not batch.drafts:
+            return self._feedback
+        methods = {method for method, _ in batch.drafts.values()}
+        return max([self._feedback, *(drafter.feedback for drafter in self._learning if drafter.name in methods)])
+
+    def on_feedback(self, feedback: Feedback) -> None:
+        """Hand the likeliest tokens of the verified rows to each drafter that asks for them."""
+        for drafter in self._learning:
+            self._safely(drafter, drafter.on_feedback, feedback.first(drafter.feedback))
 
     def on_publish(self, batch: Batch, result: StepResult, grown: SequenceOf[Sequence]) -> None:
         """Count first drafts, index computed chunks of prompts, and mark blocks of sequences that have `grown`."""

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from paceline.core.draft import Draft, packed_to
+from paceline.core.draft import UNKNOWN, Draft, packed_to
+from paceline.core.feedback import NO_TOKEN, Feedback
 from paceline.core.sequence import TokenLogprobs
 from paceline.core.verdict import UnreadVerdict, Verdict
 from paceline.engine.batch import Batch
-from paceline.engine.layout import PassLayout
+from paceline.engine.layout import PassLayout, logit_parents
 from paceline.engine.sampler import PromptLogprobs, logprob_entries
 from paceline.platform.staging import Staging
+from paceline.verify.top_tokens import TopTokens
 
 
 class VerdictCopy:
@@ -74,6 +78,47 @@ class VerdictCopy:
         return logprob_entries(self._logprobs.each(itemgetter(row)), tokens, most)
 
 
+class FeedbackCopy:
+    """The likeliest tokens of a step's verified rows on their way to the host, and behind them the tokens and trees of
+    its draft that only the device knows."""
+
+    def __init__(self, top: Tensor, n: int, draft: Draft, staging: Staging) -> None:
+        """`top`: packed by `verify.top_tokens`."""
+        self._n, self._draft, self._num_unseen = n, draft, 0
+        self._arrived: Any = None  # an event; None: everything is on the host
+        if not top.is_cuda:
+            self._packed = top.numpy()
+            return
+        unseen = [part.int().flatten() for part in draft.unseen]
+        buffer = staging.fetch(torch.cat([top, *unseen]) if unseen else top)
+        self._arrived, self._packed, self._num_unseen = buffer.over, buffer.ints, len(unseen)
+
+    def read(self, batch: Batch, layout: PassLayout, rows: SequenceOf[int]) -> Feedback:
+        """Return the feedback on `rows` of the verdict; their sequences have all tokens that the step verified."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        shape, lengths, sequences = layout.shape, batch.sampled_lengths, batch.sampled_sequences
+        row_of, nodes, parents = shape.logit_row_of.numpy(), self._draft.arrays.tokens, shape.logit_parents
+        count, size = len(parents), nodes.size
+        if self._num_unseen:
+            unseen = self._packed[count * (2 * self._n + 1) :]
+            nodes = unseen[:size].reshape(nodes.shape)
+            if self._num_unseen > 1:
+                known, read = self._draft.arrays.parents, unseen[size : 2 * size].reshape(nodes.shape)
+                used = row_of[:, 1:] >= 0
+                parents = logit_parents(row_of, np.where(used, np.where(known == UNKNOWN, read, known), -1))
+        tokens = np.empty(count, np.int32)
+        tokens[row_of[:, 0]] = [  # a sequence that has ended since the launch may be shorter; `rows` leaves it out
+            one.tokens[end - 1] if end <= len(one.tokens) else NO_TOKEN
+            for one, end in zip(sequences, lengths.tolist(), strict=True)
+        ]
+        if size:
+            tokens[parents >= 0] = nodes.take(shape.used)
+        top = TopTokens.unpacked(self._packed, count, self._n)
+        feedback = Feedback(sequences, lengths, row_of[:, 0], tokens, parents, *top)
+        return feedback if len(rows) == len(sequences) else feedback.of(rows)
+
+
 @dataclass
 class InFlightStep:
     """A step under way; reading its verdict is the step's one copy from the device."""
@@ -87,6 +132,7 @@ class InFlightStep:
     verdict: Verdict | None = None  # None: no row sampled
     verdict_copy: VerdictCopy | None = None
     prompts: PromptLogprobs | None = None
+    feedback: FeedbackCopy | None = None  # None: no drafter asks for it
 
     @functools.cached_property
     def unread(self) -> UnreadVerdict | None:

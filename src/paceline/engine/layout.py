@@ -54,6 +54,7 @@ class LayoutShape(NamedTuple):
     node_rows: Ints  # row of the first node in the pass, by row that samples
     logit_rows: Tensor  # rows whose logits are verified: each sampling sequence's last token and all its nodes
     logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1: padding
+    logit_parents: Int32s  # (R,) index into logit_rows of the parent; -1: a last token
     no_path: Int32s  # (M, 0)
     path: Ints | None  # (M, D) rows of the pass: a node's ancestors and itself, -1 beyond; None: no draft branches
     beyond: Bools  # (M, D)
@@ -140,6 +141,7 @@ def layout_shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: i
     from_first[PREFIX] = from_first[REACH] = offset + 1
     from_first[OWNER] = owner
     slots = np.pad(used, ((0, 0), (1, 0)), constant_values=True)  # (B, N + 1) whose logits are verified, in order
+    logit_row_of = np.where(slots, slots.cumsum().reshape(slots.shape) - 1, -1)
     path, trees = None, np.empty((0, 1 + width), np.int64)
     branching = np.zeros(len(drafted), np.bool_)
     if width:
@@ -160,12 +162,22 @@ def layout_shape(counts: bytes, samples: bytes, drafts: DraftShape, max_depth: i
         begin=begin,
         node_rows=(begin + count)[sampling],
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        logit_row_of=torch.from_numpy(np.where(slots, slots.cumsum().reshape(slots.shape) - 1, -1)),
+        logit_row_of=torch.from_numpy(logit_row_of),
+        logit_parents=logit_parents(logit_row_of, np.where(used, parent, -1)),
         no_path=np.empty((len(owner), 0), np.int32),
         path=path,
         beyond=np.zeros(0, np.bool_) if path is None else path < 0,
         trees=trees,
     )
+
+
+def logit_parents(row_of: Ints, parents: Ints) -> Int32s:
+    """Return (R,) each verified row's parent among them, -1 for a last token, by `logit_row_of` (B, N + 1) and the
+    draft's parents (B, N), which are -1 in the padding. A parent that is not known counts as the last token."""
+    above = np.full(row_of.shape, -1)
+    if parents.size:
+        above[:, 1:] = np.take_along_axis(row_of, parents.clip(-1) + 1, 1)
+    return above[row_of >= 0].astype(np.int32)
 
 
 cached_shape = functools.lru_cache(128)(layout_shape)

@@ -15,7 +15,7 @@ from paceline.config import MAX_K
 from paceline.core.draft import Draft, packed_to, sent
 from paceline.engine.batch import Batch
 from paceline.engine.drafter_set import DrafterSet
-from paceline.engine.in_flight import InFlightStep, VerdictCopy
+from paceline.engine.in_flight import FeedbackCopy, InFlightStep, VerdictCopy
 from paceline.engine.layout import filled_in, lay_out
 from paceline.engine.policy import DEEPEST
 from paceline.engine.sampler import Sampler, look_at_prompts, moved_to_front, rows_with_logits
@@ -32,7 +32,8 @@ class Runner:
     def __init__(self, model: Model, cache: KVCache, drafters: DrafterSet, sampler: Sampler) -> None:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
-        self._staging = Staging(model.device, UNREAD)
+        self._staging, self._staging_feedback = Staging(model.device, UNREAD), Staging(model.device, UNREAD)
+        self._threads: int = getattr(getattr(model, "kernels", None), "threads", 1)
 
     def prepare(self, most_sequences: int, most_rows: int) -> None:
         """Compile and capture all that steps would otherwise wait for when they first need it."""
@@ -85,6 +86,9 @@ class Runner:
             )
             flight.verdict, flight.verdict_copy = verdict, VerdictCopy(verdict, self._staging)
             flight.time_is_typical &= self.sampler.time_is_typical
+            if n := self.drafters.feedback_of(batch):
+                top = self.sampler.top_tokens(logits[: len(layout.shape.logit_rows)], n, self._threads)
+                flight.feedback = FeedbackCopy(top, n, draft, self._staging_feedback)
             if layout.is_tree and verdict.moves:
                 # The slots are still the sequences' own, also of those that end in this step.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)

@@ -27,6 +27,7 @@ from paceline.verify import Nodes, edit, logprobs_at, verify, with_logprobs
 from paceline.verify.cuda.graphs import GraphCache, StepKey
 from paceline.verify.host import walk_on_host
 from paceline.verify.metadata import BAD_WORDS, PENALISED, SENT, BatchParams, Ints, SamplingMetadataBuilder
+from paceline.verify.top_tokens import top_tokens
 
 PATHS = PENALISED | BAD_WORDS
 Verify = Callable[..., Verdict]
@@ -46,7 +47,7 @@ class Sampler:
         graphs: GraphCache | None = None,
     ) -> None:
         self._device, self._on_host, self._verifier = device, device.type == "cpu", verifier
-        self._native = kernels.draw_of(device)
+        self._native, self._native_top = kernels.draw_of(device), kernels.top_tokens_of(device)
         self._builder = SamplingMetadataBuilder(vocab_size, eos_token_ids, device)
         self._graphs = GraphCache(device, Staging(device)) if graphs is None else graphs
         self._compiled = CompileCounter()
@@ -101,6 +102,10 @@ class Sampler:
             verdict = self._edited(key, params, draft, logits, row_of)
         self.time_is_typical = compiled == self._compiled.count
         return verdict
+
+    def top_tokens(self, logits: Tensor, n: int, threads: int) -> Tensor:
+        """Return the `n` likeliest tokens of each row, packed as by `verify.top_tokens`; the host does not wait."""
+        return top_tokens(logits, n) if self._native_top is None else self._native_top(logits, n, threads)
 
     @torch.inference_mode()
     def warmup(self, logits: Tensor, sequences: int, rows: int, *, q_rows: int = 0) -> None:

@@ -241,3 +241,13 @@ def draw_of(device: torch.device) -> Callable[[Tensor], Callable[..., int | None
     from paceline.native.library import load_library
 
     return native_draw(load_library())
+
+
+def top_tokens_of(device: torch.device) -> Callable[[Tensor, int, int], Tensor] | None:
+    """Return the native `verify.top_tokens`, of logits (M, V), n and a number of threads; None without one."""
+    if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
+        return None
+    from paceline.models.backends.cpu.kernels import native_top_tokens
+    from paceline.native.library import load_library
+
+    return native_top_tokens(load_library())

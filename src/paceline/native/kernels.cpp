@@ -10,6 +10,7 @@
 #include "lookup.h"
 #include "pass.h"
 #include "sampling.h"
+#include "top_tokens.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -95,6 +96,11 @@ EXPORT int paceline_draft_blocks(const BlockDrafter* by, Drafting* drafting, int
 EXPORT long paceline_draw_token(const float* logits, long V, float temperature, float log_min_p, long top_k, double top_p,
                                 double coin, uint64_t key) {
     return draw_token(logits, V, {temperature, log_min_p, top_k, top_p, coin, key});
+}
+
+// Writes the n likeliest tokens of each row, their probabilities and the mass of the others; see top_tokens.h.
+EXPORT void paceline_top_tokens(const float* logits, long V, long rows, long n, int32_t* out, int threads) {
+    top_tokens(logits, V, rows, n, out, threads);
 }
 
 // -- lookup drafters: see suffix.h and lookup.h

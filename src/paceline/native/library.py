@@ -35,6 +35,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "write_context_kv": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
     "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
+    "top_tokens": (None, [c_void_p] + [c_long] * 3 + [c_void_p, c_int]),
     "index_extend": (None, [c_void_p] * 2 + [c_long]),
     "lookup_append": (None, [c_void_p] * 2 + [c_long]),
     "lookup_find": (None, [c_void_p] * 2 + [c_long]),

@@ -45,6 +45,21 @@ def native_draw(library: Library | None) -> Callable[[Tensor], Callable[..., int
     return of_rows
 
 
+def native_top_tokens(library: Library | None) -> Callable[[Tensor, int, int], Tensor] | None:
+    """Return the native function of `verify.top_tokens`; None without a library."""
+    if library is None:
+        return None
+    find = library.function("top_tokens")
+
+    def of_rows(logits: Tensor, n: int, threads: int) -> Tensor:
+        logits, (rows, size) = logits.float().contiguous(), logits.shape
+        packed = torch.empty(rows * (2 * n + 1), dtype=torch.int32)
+        find(logits.data_ptr(), size, rows, n, packed.data_ptr(), threads)
+        return packed
+
+    return of_rows
+
+
 def native_ring_store() -> Callable[..., None] | None:
     """Return `store_in_ring` of native/layers.h; None without a library."""
     library = load_library()
