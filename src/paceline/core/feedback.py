@@ -1,4 +1,4 @@
-"""What the target's logits teach a drafter: the likeliest tokens at every verified row of a step.
+"""Feedback, from the target's logits to the drafters: the likeliest tokens at every verified row of a step.
 
 A verified row is a sequence's last token (its root row) or a node of its draft, also a rejected one. Probabilities are
 of the raw logits at temperature 1, before any processor.
