@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.app import app
-from paceline.cli.flags import DEFAULT_MAX_TOKENS
+from paceline.cli.flags import DEFAULT_MAX_TOKENS, flag, with_options
 from paceline.cli.output import Tally
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -132,8 +133,8 @@ def test_a_seed_without_effect_is_remarked_upon(paceline: Callable[..., Result])
 
 
 def test_bytes_that_are_not_text_are_blamed_on_their_flag(paceline: Callable[..., Result]) -> None:
-    for flag, name in {"--bad-word": "bad_words", "--stop": "stop", "--system": "system", "--model": "model"}.items():
-        assert field_of(paceline("generate", "hello", flag, "a\udcff")) == name
+    for switch, name in {"--bad-word": "bad_words", "--stop": "stop", "--system": "system", "--model": "model"}.items():
+        assert field_of(paceline("generate", "hello", switch, "a\udcff")) == name
 
 
 def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
@@ -637,3 +638,19 @@ def test_help_says_what_each_flag_is_in_a_sentence_of_its_own(command: str) -> N
 
 def test_version(paceline: Callable[..., Result]) -> None:
     assert paceline("--version").out == f"paceline {__version__}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinutesOptions:
+    minutes: float = flag(1.0, "Minutes.", "MINUTES")
+
+
+def test_a_flag_has_its_fields_name_whatever_its_metavar() -> None:
+    """Typer 0.27 takes a metavar for the name where both are one word."""
+
+    @with_options
+    def command(*, options: MinutesOptions) -> None:
+        pass
+
+    (parameter,) = inspect.signature(command).parameters.values()
+    assert parameter.annotation.__metadata__[0].param_decls == ("--minutes",)

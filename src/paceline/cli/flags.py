@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from paceline.config import AUTO, NONE, SpeculationConfig
 from paceline.drafters.method_names import method_names
@@ -270,8 +271,9 @@ def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _annotation(name: str, kind: Any, declared: Any) -> Any:
-    """Return a field's type for typer; a switch has no second flag that switches it off."""
-    if kind is bool and not declared.param_decls:
+    """Return a field's type for typer. The name is spelt: a switch has then no second flag that switches it off, and
+    typer 0.27 takes a metavar for the name where both are one word (MINUTES)."""
+    if isinstance(declared, OptionInfo) and declared.default is ...:  # else the first of its own names
         declared.param_decls = (f"--{name.replace('_', '-')}",)
     return kind if declared is None else Annotated[kind, declared]
 
