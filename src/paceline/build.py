@@ -128,6 +128,7 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
         kv_dtype=loaded.kv_dtype,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         token_texts=tokenizer.token_text,
+        tokenizer=tokenizer,
         embedding=decoder.embedding,
         head=decoder.head,
         kernels=decoder.kernels,

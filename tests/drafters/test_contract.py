@@ -38,6 +38,7 @@ from tests.helpers.contract_toys import (
     MAKERS,
     NATIVE,
     NATIVE_EARLY,
+    OTHER,
     PLAIN,
     TAPPED,
     TAUGHT,
@@ -65,7 +66,7 @@ from tests.helpers.errors import refused
 from tests.helpers.fakes import requests_strategy
 
 METHODS = list(TABLE)
-WAYS = [*METHODS, TAPPED, TAUGHT, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
+WAYS = [*METHODS, TAPPED, TAUGHT, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY, *OTHER]
 DEVICE = {AHEAD, *EARLY, *NATIVE_EARLY}  # ways that run ahead of the host
 # Ways with dspark's and eagle3's classes, or right about one text alone: long tables of parameters run without these.
 TWINS = {"dflash", "eagle", "dflash, native", "dspark, native int8, overfit"}
@@ -229,9 +230,9 @@ SAMPLED = {
 
 @pytest.mark.parametrize(
     ("method", "wish"),
-    [(method, "temperature") for method in (*METHODS, *NATIVE)]
-    + [(method, "all") for method in (*METHODS, *NATIVE) if method not in TWINS]
-    + [(method, wish) for method in ("suffix", "draft-model") for wish in ("allowed", "grammar")]
+    [(method, "temperature") for method in (*METHODS, *NATIVE, *OTHER)]
+    + [(method, "all") for method in (*METHODS, *NATIVE, *OTHER) if method not in TWINS]
+    + [(method, wish) for method in ("suffix", "draft-model", *OTHER) for wish in ("allowed", "grammar")]
     + [(AHEAD, "filters")],
 )
 def test_unseeded_output_is_distributed_as_the_target(method, wish):
@@ -454,7 +455,7 @@ def test_cancelling_in_mid_draft_frees_everything_and_changes_no_other_answer(me
     assert engine.drafters.failures == 0
 
 
-@pytest.mark.parametrize("method", [*METHODS, *NATIVE])
+@pytest.mark.parametrize("method", [*METHODS, *NATIVE, *OTHER])
 def test_a_prefix_hit_changes_nothing(method):
     engine = make_engine([make_drafter(method)])
     asked = {"first": prompt_of(0, 22), "longer": prompt_of(0, 30), "same": prompt_of(0, 22), "other": prompt_of(1, 9)}

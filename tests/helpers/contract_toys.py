@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +24,11 @@ from paceline.drafters import METHODS, DeviceDraft, DrafterContext, HostDraft, H
 from paceline.drafters.block.config import W1, W2
 from paceline.drafters.heads.checkpoint import MedusaHead
 from paceline.drafters.heads.medusa import MedusaDrafter
+from paceline.drafters.model.any_vocabulary import AnyVocabularyDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.model.private_kv import PrivateKV
+from paceline.drafters.model.retokenize import Retokenizer
+from paceline.drafters.model.vocabulary_map import VocabularyMap
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.backends.cpu.kernels import NativeKernels
@@ -33,6 +39,7 @@ from paceline.native.library import library_status, load_library
 from paceline.sampling_params import SamplingParams
 from paceline.testing import context_logits, toy_config
 from paceline.text.grammar import Matcher, Owed
+from paceline.text.token_bytes import TokenBytes
 from paceline.verify import Nodes, probabilities, process
 from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.drafters.block.dspark_reference import drafter_config, overfit_head, random_tensors
@@ -415,6 +422,54 @@ MAKERS = {
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}
+
+
+class OtherLetters:
+    """The vocabulary of a drafter beside `Letters` of `vocab_size` letters: the letters backwards, "a" twice, "ab" as
+    one token, which the target has not, and the last letter unspelt: it is read as an unknown token."""
+
+    def __init__(self, vocab_size):
+        self.letters = [chr(ord("a") + at) for at in range(vocab_size)]
+        self.spelt = [*reversed(self.letters[:-1]), "a", "ab", None]
+        self.target_bytes = [letter.encode() for letter in self.letters]
+        self.draft_bytes = [one and one.encode() for one in self.spelt]
+        target, draft = TokenBytes(tuple(self.target_bytes), {}), TokenBytes(tuple(self.draft_bytes), {})
+        self.map = VocabularyMap.of(target, draft, vocab_size, len(self.spelt))
+
+    def encode(self, text):
+        ids = []
+        for piece in re.findall("ab|.", text):
+            ids.append(self.spelt.index(piece) if piece in self.spelt else len(self.spelt) - 1)
+        return ids
+
+    def read(self, ids):
+        """The target's tokens of the drafter's."""
+        texts = (self.spelt[token] or self.letters[-1] for token in ids)
+        return tuple(ord(letter) - ord("a") for text in texts for letter in text)
+
+    def logits_of(self, function):
+        """What a drafter of this vocabulary says where `function` (context, vocab_size) knows the letters."""
+
+        def logits(context, vocab_size):
+            known = function(self.read(context), len(self.letters))
+            return [
+                known[ord(text[0]) - ord("a")] - math.log(2) * (text == "a") - (text == "ab") if text else known[-1]
+                for text in self.spelt
+            ]
+
+        return logits
+
+
+def other_vocabulary(config, function=imitating, **options):
+    letters = OtherLetters(config.vocab_size)
+    own = replace(config, vocab_size=len(letters.spelt))
+    model = FunctionModel(functools.lru_cache(None)(letters.logits_of(function)), own, num_layers=1)
+    rules = Retokenizer(letters.target_bytes, letters.draft_bytes, letters.map.specials, letters.encode)
+    return AnyVocabularyDrafter(
+        model, letters.map, rules, eos_token_ids=config.eos_token_ids, kv=PrivateKV(model, 1 << 12), **options
+    )
+
+
 # Ways of a machine without a native library.
 PLAIN = {
     "ngram, in Python": lambda config: METHODS["ngram"].make(
@@ -432,6 +487,8 @@ NATIVE = {
 }
 NATIVE_EARLY = {"dspark, native, begun ahead": NATIVE["dspark, native"]}
 MAKERS |= NATIVE | NATIVE_EARLY
+OTHER = {"draft-model, another vocabulary": other_vocabulary}
+MAKERS |= OTHER
 
 
 def make_drafter(method, config=None):

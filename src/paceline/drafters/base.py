@@ -36,6 +36,7 @@ from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.spec import ModelConfig
 from paceline.models.weights import StoredWeight
+from paceline.text.tokenizer import Tokenizer
 
 DIGEST_VALUES = 4096  # values of a tensor that enter its digest
 
@@ -69,6 +70,7 @@ class DrafterContext:
     kv_dtype: str = "auto"  # dtype of the cache, which target and drafters share
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
     token_texts: Callable[[int], str] | None = None  # text of one token, to compare vocabularies
+    tokenizer: Tokenizer | None = None  # the target's, for a drafter of another vocabulary
     embedding: Tensor | None = None  # (V, H), the target's own
     head: Packed | None = None  # the target's own, in its kernels' layout
     kernels: Kernels | None = None

@@ -111,7 +111,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             DRAFT_MODEL,
-            _made_by("model.draft_model", "DraftModelDrafter.from_context"),
+            _made_by("model.make", "from_context"),
             ("draft_model",),
             needs=("draft_model",),
             vllm="draft_model",
@@ -128,7 +128,7 @@ METHODS: Mapping[str, Method] = {
 }
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))
 _NEEDED = {
-    "draft_model": "a smaller model of the same vocabulary",
+    "draft_model": "a smaller model",
     DRAFTER: "the folder of a drafter trained for the model",
 }
 

@@ -12,7 +12,6 @@ stay on the device, and the next draft may begin behind a step that is not read 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -22,17 +21,15 @@ import torch
 from paceline.config import TRAINED_LEVEL
 from paceline.core.device_draft import merge_drafts
 from paceline.core.draft import Draft
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Sequence, digest_of
 from paceline.core.verdict import UnreadVerdict
-from paceline.drafters.base import DrafterContext, DrafterDefaults, DraftRequest, VerifiedDraft
+from paceline.drafters.base import DrafterDefaults, DraftRequest, VerifiedDraft
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.by_passes import ByPasses, ModelKV
 from paceline.drafters.model.chain_sampler import ChainSampler, SampledChains, SamplingGraphs, is_plain, warmup
-from paceline.drafters.model.vocabulary import load_beside
 from paceline.errors import InvalidParameter
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import LayerCache
-from paceline.models.load.hub import resolve
 from paceline.models.pass_chain import READ, ChainRow, PassChain
 from paceline.models.warmup import drafting
 
@@ -54,7 +51,7 @@ class DraftModelDrafter(DrafterDefaults):
     ) -> None:
         """`eos_token_ids` are the target's: they end an answer, not those of the draft model."""
         config = model.config
-        self.version = version or f"{self.name}/{_digest(repr(config))}"
+        self.version = version or f"{self.name}/{digest_of(repr(config))}"
         self.kv_layers, self.pass_bytes = tuple(model.kv_specs), model.pass_bytes
         self.model, self.device, self.time_is_typical = model, model.device, True
         self._catch_up, self._block_size = catch_up, 0
@@ -64,16 +61,6 @@ class DraftModelDrafter(DrafterDefaults):
         self._graphs = SamplingGraphs(config.vocab_size, model.device)
         self._chain: PassChain | None = None
         self._chain_samples = False  # the chain also serves rows that sample
-
-    @classmethod
-    def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
-        if len(context.speculation.draft_model) != 1:
-            raise InvalidParameter("draft_model", "names no model, or several; a drafter has one (--draft-model)")
-        (name,) = context.speculation.draft_model
-        path = resolve(name)
-        loaded = load_beside(name, path, context)
-        version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.kind.label}')}"
-        return cls(loaded.decoder, eos_token_ids=context.config.eos_token_ids, version=version)
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         stored, computed = caches[0].k.dtype, self.model.cache_dtype
@@ -230,7 +217,3 @@ def _with_finite_q(draft: Draft) -> Draft:
     if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
         raise ValueError("q is not finite")
     return draft
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

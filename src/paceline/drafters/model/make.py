@@ -1,0 +1,55 @@
+"""The drafter of a draft model: of the target's vocabulary, or of any other."""
+
+from __future__ import annotations
+
+from paceline.core.sequence import digest_of
+from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.methods import DRAFT_MODEL
+from paceline.drafters.model.any_vocabulary import AnyVocabularyDrafter
+from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.model.retokenize import Retokenizer
+from paceline.drafters.model.vocabulary import load_beside, shares_vocabulary
+from paceline.drafters.model.vocabulary_map import VocabularyMap
+from paceline.errors import InvalidParameter
+from paceline.models.load.hub import resolve
+from paceline.models.load.open_model import LoadedModel
+from paceline.text.token_bytes import TokenBytes
+from paceline.text.tokenizer import Tokenizer
+
+
+def from_context(context: DrafterContext) -> Drafter:
+    if len(context.speculation.draft_model) != 1:
+        raise InvalidParameter("draft_model", "names no model, or several; a drafter has one (--draft-model)")
+    (name,) = context.speculation.draft_model
+    path = resolve(name)
+    loaded = load_beside(path, context)
+    version = f"{DRAFT_MODEL}/{digest_of(f'{path} {loaded.config} {loaded.kind.label}')}"
+    return drafter_of(name, loaded, context, version)
+
+
+def drafter_of(name: str, loaded: LoadedModel, context: DrafterContext, version: str) -> Drafter:
+    """Make a drafter of a loaded model. One of another vocabulary needs the target's tokenizer."""
+    eos_token_ids = context.config.eos_token_ids
+    if shares_vocabulary(loaded, context):
+        return DraftModelDrafter(loaded.decoder, eos_token_ids=eos_token_ids, version=version)
+    if context.tokenizer is None:
+        raise InvalidParameter("draft_model", f"{name} has another vocabulary, and the target has no tokenizer here")
+    target, own = TokenBytes.of_tokenizer(context.tokenizer), TokenBytes.of_tokenizer(loaded.tokenizer)
+    vocabulary = VocabularyMap.of(target, own, context.config.vocab_size, loaded.config.vocab_size)
+    if vocabulary.is_empty:
+        raise InvalidParameter("draft_model", f"{name} has no token in common with the target; leave it out")
+    rules = retokenizer(target, own, loaded.tokenizer, vocabulary)
+    return AnyVocabularyDrafter(loaded.decoder, vocabulary, rules, eos_token_ids=eos_token_ids, version=version)
+
+
+def retokenizer(target: TokenBytes, own: TokenBytes, tokenizer: Tokenizer, vocabulary: VocabularyMap) -> Retokenizer:
+    """Return the rules by which texts are read. `tokenizer`, the drafter's, is from now on blind to special tokens."""
+    prefix = tuple(tokenizer.encode("", add_special_tokens=True))
+    tokenizer.backend.encode_special_tokens = True
+    (first, *_) = tokenizer.encode("a", add_special_tokens=False)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    adds_space = (own.of[first] or b"").startswith(b" ")
+    return Retokenizer(target.of, own.of, vocabulary.specials, encode, prefix, adds_space)
