@@ -442,6 +442,9 @@ class OtherLetters:
             ids.append(self.spelt.index(piece) if piece in self.spelt else len(self.spelt) - 1)
         return ids
 
+    def encode_tokens(self, tokens):
+        return self.encode("".join(self.letters[token] for token in tokens))
+
     def read(self, ids):
         """The target's tokens of the drafter's."""
         texts = (self.spelt[token] or self.letters[-1] for token in ids)

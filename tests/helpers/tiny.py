@@ -53,10 +53,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def save_tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """Write the model to `folder` with a small tokenizer, and return it for use as an oracle."""
     family, changes = TINY[name]
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes, **more})
     torch.manual_seed(5)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():

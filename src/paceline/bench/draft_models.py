@@ -7,8 +7,9 @@ from pathlib import Path
 
 from paceline.build import drafter_context
 from paceline.config import SpeculationConfig
+from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.methods import METHODS
-from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.model.make import drafter_of
 from paceline.drafters.model.vocabulary import load_beside
 from paceline.errors import DeviceError
 from paceline.models.load.loader import load_config
@@ -24,26 +25,27 @@ WITH_MODEL = tuple(name for name, method in METHODS.items() if "draft_model" in 
 class DraftModel:
     name: str
     loaded: LoadedModel
+    context: DrafterContext  # of its target
     weight_bytes: int
 
-    def drafter(self, target: ModelConfig) -> DraftModelDrafter:
-        return DraftModelDrafter(
-            self.loaded.decoder, eos_token_ids=target.eos_token_ids, version=f"{WITH_MODEL[0]}/{self.name}"
-        )
+    def drafter(self) -> Drafter:
+        return drafter_of(self.name, self.loaded, self.context, f"{WITH_MODEL[0]}/{self.name}")
 
 
 def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
-    """Load a draft model; refuse one that does not fit into memory or has another vocabulary than the target."""
+    """Load a draft model; refuse one that does not fit into memory."""
     on_cpu = target.decoder.device.type == "cpu"
     config = load_config(path)
     needed = parameters(config) * (4 if on_cpu else target.decoder.dtypes.numbers.itemsize)
     free = machine.memory().available if on_cpu else 0
     if free and needed > MEMORY_SHARE * free:
         raise DeviceError(f"{name} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free")
-    loaded = load_beside(name, path, drafter_context(target, SpeculationConfig()))
+    context = drafter_context(target, SpeculationConfig())
+    loaded = load_beside(path, context)
     return DraftModel(
         name=name,
         loaded=loaded,
+        context=context,
         weight_bytes=int(parameters(config) * loaded.kind.bytes_per_weight),
     )
 

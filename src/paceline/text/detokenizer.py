@@ -160,14 +160,15 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
 
 
-BYTE_OF_CHARACTER = _byte_of_character()
+# Latin-1 character of the byte that a character stands for; other characters below U+0100 stand for nothing.
+_LATIN_1 = dict.fromkeys(range(0x100), "\uffff") | {ord(one): chr(byte) for one, byte in _byte_of_character().items()}
 
 
 @functools.lru_cache(1 << 18)  # a vocabulary
 def token_bytes(token: str) -> bytes:
     try:
-        return bytes([BYTE_OF_CHARACTER[character] for character in token])
-    except KeyError:  # an added token, written as it is
+        return token.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:  # an added token, written as it is
         return token.encode()
 
 

@@ -36,8 +36,7 @@ class TokenBytes:
     def of_tokenizer(tokenizer: Tokenizer) -> TokenBytes:
         """Return the bytes of a tokenizer's tokens; raise BrokenModel where they do not spell its texts."""
         vocab, added = tokenizer.vocab(), tokenizer.backend.get_added_tokens_decoder()
-        kind = tokenizer.vocab_kind()
-        spell = token_bytes if kind == "byte_level" else _with_space_marks
+        spell = token_bytes if tokenizer.vocab_kind() == "byte_level" else _with_space_marks
         of: list[bytes | None] = [spell(token) if token else None for token in vocab]
         for number, token in added.items():
             of[number] = None if token.special else token.content.encode()
@@ -46,7 +45,7 @@ class TokenBytes:
             of[vocab.index(unknown)] = None
         spelt = b"".join(of[token] or b"" for token in tokenizer.encode(PROBE, add_special_tokens=False))
         if spelt.removeprefix(b" ") != PROBE.encode():
-            raise BrokenModel("the tokenizer changes texts, or spells its tokens in an unknown way")
+            raise BrokenModel("its tokenizer changes texts, or spells its tokens in an unknown way")
         return TokenBytes(tuple(of), _roles(tokenizer))
 
 

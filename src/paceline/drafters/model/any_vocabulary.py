@@ -1,11 +1,11 @@
-"""A draft model of another vocabulary: it reads the committed text in its own tokens (`retokenize`) and drafts the tokens
+"""A draft model of another vocabulary: it reads the committed text in its own tokens (`retokenize`) and drafts tokens
 that it shares with the target, by TLI (token-level intersection, 2502.05202): q is restricted to shared tokens and
 renormalised, so the draft is a chain like any draft model's.
 
-Greedy rows draft the likeliest shared token, rows with a seed the token that the target's noise for it would choose, the
-others draw from q. A chain ends behind a token where the product of the likeliest tokens' probabilities, all of them
-known before a token is drawn, has become small, and where hardly any probability is on shared tokens: its length
-depends on its own tokens alone, as block verification needs it.
+Greedy rows draft the likeliest shared token, rows with a seed the one that the seed's noise chooses, the others draw
+from q. A chain ends behind a token where the product of the likeliest tokens' probabilities has become small, and
+before one where hardly any probability is on shared tokens: its length depends on its own tokens alone, as block
+verification needs it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class AnyVocabularyDrafter(HostDrafter):
         return _draft(chains, len(rows), q)
 
     def _follow(self, row: DraftRequest) -> _Text | None:
-        """Bring the row's text up to date and drop K/V of tokens that changed; None where it ends inside a character."""
+        """Bring a row's text up to date and drop K/V of tokens that changed; None where it ends inside a character."""
         state = self._states[row.sequence.key]
         text, kv = state.text, state.kv
         unchanged = text.follow(row.sequence.tokens)

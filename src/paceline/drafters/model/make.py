@@ -10,7 +10,7 @@ from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.model.retokenize import Retokenizer
 from paceline.drafters.model.vocabulary import load_beside, shares_vocabulary
 from paceline.drafters.model.vocabulary_map import VocabularyMap
-from paceline.errors import InvalidParameter
+from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.load.hub import resolve
 from paceline.models.load.open_model import LoadedModel
 from paceline.text.token_bytes import TokenBytes
@@ -34,7 +34,12 @@ def drafter_of(name: str, loaded: LoadedModel, context: DrafterContext, version:
         return DraftModelDrafter(loaded.decoder, eos_token_ids=eos_token_ids, version=version)
     if context.tokenizer is None:
         raise InvalidParameter("draft_model", f"{name} has another vocabulary, and the target has no tokenizer here")
-    target, own = TokenBytes.of_tokenizer(context.tokenizer), TokenBytes.of_tokenizer(loaded.tokenizer)
+    try:
+        target, own = TokenBytes.of_tokenizer(context.tokenizer), TokenBytes.of_tokenizer(loaded.tokenizer)
+    except BrokenModel as problem:
+        raise InvalidParameter(
+            "draft_model", f"{name} has another vocabulary than the target, and {problem}; leave it out"
+        ) from problem
     vocabulary = VocabularyMap.of(target, own, context.config.vocab_size, loaded.config.vocab_size)
     if vocabulary.is_empty:
         raise InvalidParameter("draft_model", f"{name} has no token in common with the target; leave it out")

@@ -75,7 +75,7 @@ class GrowingText:
 
     def _put_special(self, token: int) -> None:
         if tuple(self.ids) != (*self._rules.prefix[:-1], token):  # the first token is there once
-            self.ids.append(token)
+            self.ids = [*self.ids, token]
         self._num_final, self._tail, self._begins = len(self.ids), "", True
 
     def _extend(self, more: bytes, ends: bool = False) -> None:
