@@ -67,7 +67,7 @@ class SpeculationConfig:
     suffix_store: str | None = None  # file that keeps past answers between runs
     suffix_answers: bool = True  # past answers are kept, and drafted from
     suffix_bytes: int = 200 << 20
-    draft_model: tuple[str, ...] = ()  # smaller models with the same vocabulary
+    draft_model: tuple[str, ...] = ()  # smaller models, of any vocabulary
     drafter: tuple[str, ...] = ()  # drafters trained for this target; empty: a packaged one; NONE alone: none
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from paceline.drafters.model.any_vocabulary import AnyVocabularyDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.model.private_kv import PrivateKV
 from paceline.drafters.model.retokenize import Retokenizer
+from paceline.drafters.model.token_bytes import TokenBytes
 from paceline.drafters.model.vocabulary_map import VocabularyMap
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan, FixedPolicy
@@ -39,7 +40,6 @@ from paceline.native.library import library_status, load_library
 from paceline.sampling_params import SamplingParams
 from paceline.testing import context_logits, toy_config
 from paceline.text.grammar import Matcher, Owed
-from paceline.text.token_bytes import TokenBytes
 from paceline.verify import Nodes, probabilities, process
 from paceline.verify.metadata import SamplingMetadataBuilder
 from tests.drafters.block.dspark_reference import drafter_config, overfit_head, random_tensors

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from paceline.build import drafter_context
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.base import Drafter
 from paceline.drafters.methods import METHODS
-from paceline.drafters.model.make import drafter_of
+from paceline.drafters.model.make import Translation, drafter_of, translation_of
 from paceline.drafters.model.vocabulary import load_beside
 from paceline.errors import DeviceError
 from paceline.models.load.loader import load_config
@@ -25,15 +25,15 @@ WITH_MODEL = tuple(name for name, method in METHODS.items() if "draft_model" in 
 class DraftModel:
     name: str
     loaded: LoadedModel
-    context: DrafterContext  # of its target
+    translation: Translation | None  # None: of its target's vocabulary
     weight_bytes: int
 
-    def drafter(self) -> Drafter:
-        return drafter_of(self.name, self.loaded, self.context, f"{WITH_MODEL[0]}/{self.name}")
+    def drafter(self, target: ModelConfig) -> Drafter:
+        return drafter_of(self.loaded, self.translation, target.eos_token_ids, f"{WITH_MODEL[0]}/{self.name}")
 
 
 def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
-    """Load a draft model; refuse one that does not fit into memory."""
+    """Load a draft model; refuse one that does not fit into memory or cannot be translated."""
     on_cpu = target.decoder.device.type == "cpu"
     config = load_config(path)
     needed = parameters(config) * (4 if on_cpu else target.decoder.dtypes.numbers.itemsize)
@@ -45,7 +45,7 @@ def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
     return DraftModel(
         name=name,
         loaded=loaded,
-        context=context,
+        translation=translation_of(name, loaded, context),
         weight_bytes=int(parameters(config) * loaded.kind.bytes_per_weight),
     )
 

@@ -174,7 +174,7 @@ class Engines:
         shared: dict[str, Drafter] = {}
         for each in drafter_specs(wanted):
             if isinstance(each.source, str):
-                shared[each.name] = models[each.source].drafter()
+                shared[each.name] = models[each.source].drafter(self.loaded.config)
                 shared[each.name].name = each.name
         return make_drafters(self.loaded, wanted, shared)
 

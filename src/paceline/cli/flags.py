@@ -58,9 +58,7 @@ Device = Annotated[str, option("Where the model runs: auto, cpu or cuda.", "NAME
 Threads = Annotated[int | None, option("CPU threads; unset: all usable cores.", **MODEL)]
 Method = Annotated[str, option(f"What drafts: {_METHODS}.", "NAME", **DRAFTING)]
 K = Annotated[str, option(f"Tokens drafted ahead; {AUTO} decides each step.", f"N|{AUTO}", **DRAFTING)]
-DraftModel = Annotated[
-    list[str] | None, option("A smaller model of the same vocabulary; repeatable.", "MODEL", **DRAFTING)
-]
+DraftModel = Annotated[list[str] | None, option("A smaller model, of any vocabulary; repeatable.", "MODEL", **DRAFTING)]
 Drafter = Annotated[
     list[str] | None, option("A drafter that was trained for this model; repeatable.", "PATH", **DRAFTING)
 ]

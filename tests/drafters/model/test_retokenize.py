@@ -8,8 +8,8 @@ import pytest
 
 from paceline.drafters.model.make import retokenizer
 from paceline.drafters.model.retokenize import MOST_AGAIN, GrowingText, Retokenizer
+from paceline.drafters.model.token_bytes import TokenBytes
 from paceline.drafters.model.vocabulary_map import VocabularyMap
-from paceline.text.token_bytes import TokenBytes
 from tests.helpers.small_tokenizers import TORTURE, small_tokenizers
 
 KINDS = ["byte level", "llama", "sentencepiece", "gemma"]

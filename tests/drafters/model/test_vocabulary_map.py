@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.drafters.model.token_bytes import TokenBytes
 from paceline.drafters.model.vocabulary_map import VocabularyMap
-from paceline.text.token_bytes import TokenBytes
 from tests.helpers.enumeration import Setting, Toy, chains, check
 from tests.helpers.small_tokenizers import small_tokenizers
 

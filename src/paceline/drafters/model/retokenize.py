@@ -21,7 +21,7 @@ WHITE = b" \t\r\n\v\f"
 
 @dataclass(frozen=True)
 class Retokenizer:
-    """What all texts of a pair of vocabularies share."""
+    """The rules by which all texts of a pair of vocabularies are read."""
 
     target_bytes: SequenceOf[bytes | None]
     draft_bytes: SequenceOf[bytes | None]

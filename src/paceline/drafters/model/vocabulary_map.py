@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.text.token_bytes import BEGIN_TEXT, BEGIN_TURN, END_TEXT, END_TURN, TokenBytes
+from paceline.drafters.model.token_bytes import BEGIN_TEXT, BEGIN_TURN, END_TEXT, END_TURN, TokenBytes
 
 OTHERWISE = {END_TURN: END_TEXT, END_TEXT: END_TURN, BEGIN_TURN: None, BEGIN_TEXT: None}  # where a role is not filled
 ENDS = (END_TURN, END_TEXT)  # roles of special tokens that are drafted
@@ -55,7 +55,8 @@ class VocabularyMap:
     @functools.cached_property
     def ids(self) -> Tensor:
         """(Vq,) the target's tokens that can be drafted, ascending."""
-        return torch.unique(self.target_of[self.target_of >= 0])
+        ids: Tensor = torch.unique(self.target_of[self.target_of >= 0])
+        return ids
 
     @functools.cached_property
     def first(self) -> Tensor:

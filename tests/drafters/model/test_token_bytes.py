@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.drafters.model.token_bytes import TokenBytes
 from paceline.errors import BrokenModel
-from paceline.text.token_bytes import TokenBytes
 from paceline.text.tokenizer import Tokenizer
 from tests.helpers.small_tokenizers import TORTURE, small_tokenizers
 
