@@ -8,7 +8,7 @@ import functools
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,8 @@ from paceline.errors import (
     RequestFailed,
 )
 from paceline.outputs import RequestOutput
-from paceline.server.api import chat, completions, responses
+from paceline.server.api import chat, completions, response_items
+from paceline.server.api.as_chat import renamed
 from paceline.server.api.generation import Generation
 from paceline.server.api.protocol import (
     ChatRequest,
@@ -39,6 +40,7 @@ from paceline.server.api.protocol import (
     TokenizeRequest,
     plain_message,
 )
+from paceline.server.api.responses import NAMES, ResponseRequest
 from paceline.server.capture import Capture
 from paceline.server.errors import Forbidden, body_of, from_http, from_validation
 from paceline.server.gate import ADMIN, CLIENT, RELOAD, RequestGuard, error_response
@@ -56,7 +58,6 @@ PLAIN_HEADERS = {"host", "user-agent", "accept", "accept-encoding", "connection"
     "authorization",
     "x-request-id",
 }
-STRUCTURED = "structured_outputs"
 STATIC = Path(__file__).parent / "static"
 # The playground loads nothing from elsewhere and runs no inline script.
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
@@ -211,37 +212,30 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/chat/completions")
     async def chat_route(body: ChatRequest, request: Request) -> Response:
         state.check_model(body.model)
-        with _as_asked(body):
-            generation = await state.start_chat(request, body, prefix="chatcmpl")
-            if body.stream:
-                return EventStream(chat.chunks(generation, body, state.name), [generation])
-            output = await _whole(request, generation)
-            return _json(chat.completion(generation, output, body, state.name))
+        generation, output = await _answered(state, request, body, "chatcmpl")
+        if output is None:
+            return EventStream(chat.chunks(generation, body, state.name), [generation])
+        return _json(chat.completion(generation, output, body, state.name))
 
     @app.post("/v1/responses")
-    async def responses_route(body: responses.ResponseRequest, request: Request) -> Response:
+    async def responses_route(body: ResponseRequest, request: Request) -> Response:
         state.check_model(body.model)
-        params, streamed = body.to_params(), bool(body.stream)
-        conversation = body.conversation()
-        prompt = await state.encode_chat(conversation)
-        keep = functools.partial(Capture.chat, messages=conversation)
-        generation = await state.start(request, prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
-        if streamed:
-            return EventStream(responses.events(generation, body, state.name), [generation], named=True)
-        output = await _whole(request, generation)
-        return _json(responses.response(generation, output, body, state.name))
+        with renamed(NAMES):
+            asked = body.chat()
+            generation, output = await _answered(state, request, asked, "resp")
+        if output is None:
+            events = response_items.events(generation, body, asked, state.name)
+            return EventStream(events, [generation], named=True)
+        return _json(response_items.response(generation, output, body, asked, state.name))
 
 
-@contextlib.contextmanager
-def _as_asked(body: ChatRequest) -> Iterator[None]:
-    """Name the field that asked for a grammar in the errors of that grammar."""
-    try:
-        yield
-    except InvalidParameter as error:
-        if error.field != STRUCTURED or body.structured_outputs is not None:
-            raise
-        field = "tools" if body.forces_call else "response_format"
-        raise InvalidParameter(field, str(error).removeprefix(f"{STRUCTURED}: ")) from None
+async def _answered(
+    state: AppState, request: Request, body: ChatRequest, prefix: str
+) -> tuple[Generation, RequestOutput | None]:
+    """Start the answer to a conversation, and wait for it unless it is streamed."""
+    with renamed(body.grammar_names):
+        generation = await state.start_chat(request, body, prefix=prefix)
+        return generation, None if body.stream else await _whole(request, generation)
 
 
 def _is_local(request: Request) -> bool:

@@ -121,18 +121,6 @@ def test_stop_strings_echo_and_token_prompts(client: openai.OpenAI, plain: LLM) 
     assert echoed.choices[0].text == "Go on" + text
 
 
-def test_responses_route(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 12, "instructions": "Be brief."}
-    whole = client.responses.create(**asked)
-    deltas, last = "", None
-    for event in client.responses.create(**asked, stream=True):
-        deltas += event.delta if event.type == "response.output_text.delta" else ""
-        last = event
-    assert whole.output_text == deltas
-    assert whole.status == "incomplete"
-    assert last.response.usage.output_tokens == whole.usage.output_tokens == 12
-
-
 def test_async_client_serves_many_tasks(server: Server, plain: LLM) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x") as client:
@@ -227,18 +215,6 @@ def test_a_long_list_of_wrong_items_has_few_problems(item: str) -> None:
         assert raised.value.error_count() < 8
     with pytest.raises(ValidationError, match="100 fields"):
         CompletionRequest.model_validate({f"field {number}": 1 for number in range(10_000)})
-
-
-def test_the_responses_route_refuses_what_it_cannot_do(server: Server) -> None:
-    for body, param in (
-        ({"text": {"format": "x"}}, "text.format"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"previous_response_id": "resp-1"}, "previous_response_id"),
-    ):
-        status, answer = post(server, "/v1/responses", {"input": "Hi", **body})
-        assert (status, answer["error"]["param"]) == (400, param)
 
 
 def test_log_probabilities_of_the_prompt(server: Server, plain: LLM) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.scripted_model import END_THINK, R1, THINK, write_scripted_model
 from tests.server.api.test_api import MESSAGES, post
+from tests.server.api.test_responses import OF_TEXT, OF_THOUGHT, kinds
 from tests.server.conftest import Server, start_server
 
 Json = dict[str, Any]
@@ -63,6 +64,22 @@ def test_the_thought_is_apart_from_the_text(thinker: Server, of_thinker: openai.
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == THOUGHT
     assert "".join(delta.content or "" for delta in deltas) == TEXT
     assert last.usage.completion_tokens_details.reasoning_tokens == THOUGHT_TOKENS
+
+
+def test_responses_have_an_item_for_the_thought(of_thinker: openai.OpenAI) -> None:
+    asked: Json = {"model": "thinker", "input": "Hi", "temperature": 0}
+    whole = of_thinker.responses.create(**asked)
+    reasoning, message = whole.output
+    assert (reasoning.type, reasoning.content[0].text, whole.output_text) == ("reasoning", THOUGHT, TEXT)
+    assert whole.usage.output_tokens_details.reasoning_tokens == THOUGHT_TOKENS
+    found = list(of_thinker.responses.create(**asked, stream=True))
+    of_items = [*OF_THOUGHT, "output_item.done", *OF_TEXT, "output_item.done"]
+    assert kinds(found) == ["created", "in_progress", *of_items, "completed"]
+    assert [item.content[0].text for item in found[-1].response.output] == [THOUGHT, TEXT]
+    off = of_thinker.responses.create(**asked, reasoning={"effort": "none"})
+    assert [item.type for item in off.output] == ["message"]
+    history: Any = [{"role": "user", "content": "Hi"}, reasoning, message, {"role": "user", "content": "So?"}]
+    assert of_thinker.responses.create(model="thinker", input=history).output
 
 
 def test_an_answer_may_end_within_its_thought(thinker: Server) -> None:

@@ -89,13 +89,18 @@ def _chunk_choice(
 def _logprobs(
     generation: Generation, tokens: list[int], entries: list[dict[int, Logprob]] | None
 ) -> dict[str, Any] | None:
-    if entries is None:
-        return None
+    return None if entries is None else {"content": token_logprobs(generation, tokens, entries), "refusal": None}
+
+
+def token_logprobs(
+    generation: Generation, tokens: list[int], entries: list[dict[int, Logprob]] | None
+) -> list[dict[str, Any]]:
+    """Return an entry for each token; none where log-probabilities were not asked for."""
     count, content = generation.params.logprobs or 0, []
-    for token, entry in zip(tokens, entries, strict=True):
+    for token, entry in zip(tokens, entries or (), strict=entries is not None):
         likeliest = sorted(entry.values(), key=lambda each: each.rank)[:count]
         content.append({**_token(entry[token]), "top_logprobs": [_token(each) for each in likeliest]})
-    return {"content": content, "refusal": None}
+    return content
 
 
 def _token(logprob: Logprob) -> dict[str, Any]:

@@ -188,6 +188,7 @@ class CompletionRequest(Choices):
         return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs, **formed, **more)
 
 
+STRUCTURED = "structured_outputs"
 # A client's own template would run on the server; the other variables have fields of their own.
 _NO_VARIABLES = ("chat_template", "messages", "tools", "self")
 
@@ -277,6 +278,12 @@ class ChatRequest(Choices):
         if not isinstance(schema, dict):
             raise InvalidParameter("response_format", "json_schema needs a schema, which is an object")
         return {"json": schema}
+
+    @property
+    def grammar_names(self) -> dict[str, str]:
+        """Return the name of the field that asked for a grammar, for the errors of that grammar."""
+        asker = "tools" if self.forces_call else "response_format"
+        return {} if self.structured_outputs is not None else {STRUCTURED: asker}
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
