@@ -94,8 +94,10 @@ def test_fields_become_those_of_chat() -> None:
     )
     function = {name: WEATHER[name] for name in ("name", "description", "parameters", "strict")}
     assert (asked["tools"], asked["tool_choice"]) == ([{"type": "function", "function": function}], "required")
-    assert asked["response_format"]["json_schema"]["schema"] == PICK["schema"]
     assert (asked["reasoning_effort"], asked["max_tokens"], asked["top_logprobs"]) == ("low", 7, 2)
+    assert "response_format" not in asked
+    text = {"format": PICK, "verbosity": "medium"}
+    assert chat_of(input="Hi", text=text)["response_format"]["json_schema"]["schema"] == PICK["schema"]
     assert chat_of(input="Hi", tool_choice=NAMED)["tool_choice"]["function"] == {"name": "weather"}
 
 

@@ -99,8 +99,8 @@ class OutputItems:
 
     def _item(self, status: str, **fields: Any) -> Json:
         item: Json = {"id": self._new_id(self._kind), "type": self._kind, "status": status, "content": [self._part()]}
-        item |= {"summary": []} if self._kind == "reasoning" else {"role": "assistant"}
-        return item | fields
+        own: Json = {"summary": []} if self._kind == "reasoning" else {"role": "assistant"}
+        return item | own | fields
 
 
 def response(

@@ -61,7 +61,8 @@ class ResponseRequest(Sampling):
             max_tokens=self.max_output_tokens,
             tools=tools,
             tool_choice=choice,
-            response_format=self._format(),
+            # As at OpenAI, the format is that of text, and a forced call is none.
+            response_format=self._format() if choice in (None, "none", "auto") else None,
             reasoning_effort=self._effort(),
             logprobs=self.wants_logprobs or None,
             top_logprobs=self.top_logprobs if self.wants_logprobs else None,
