@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from typing import IO
 import openai
 import pytest
 
+COMMAND = (sys.executable, "-m", "paceline")
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -56,8 +57,8 @@ class Server:
         return code
 
 
-def start_server(model: Path, *flags: str, **environment: str) -> Server:
-    command = [sys.executable, "-m", "paceline", "serve", "--model", str(model), "--port", "0", *flags]
+def start_server(model: Path, *flags: str, command: Sequence[str] = COMMAND, **environment: str) -> Server:
+    command = [*command, "serve", "--model", str(model), "--port", "0", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **environment})
     lines: list[str] = []
     assert process.stderr is not None

@@ -24,13 +24,32 @@ import bisect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from typing import Generic, Protocol, TypeVar
 
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Owner, Sequence
 
 MOST_LEFT = 64  # charges of clients that have left, beyond which those without effect are forgotten
 
 
-class _ClientTurns:
+class Queued(Protocol):
+    """A sequence, or other work that waits: the fields that `FairQueue` reads."""
+
+    tag: float  # place among the work of its client
+
+    @property
+    def owner(self) -> Owner: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def wait_group(self) -> str: ...
+    @property
+    def max_len(self) -> int: ...
+
+
+W = TypeVar("W", bound=Queued)
+
+
+class _ClientTurns(Generic[W]):
     """The charges of one client, as long as it has an unfinished sequence."""
 
     __slots__ = ("before", "charged", "clock", "last", "since", "unfinished", "waiting")
@@ -39,21 +58,21 @@ class _ClientTurns:
         self.before = charged  # tokens, before the last charge
         self.charged, self.clock = charged, 0.0  # tokens; tokens of each unfinished request
         self.since = 0  # when it began to wait, among clients
-        self.waiting: list[Sequence] = []  # by tag
+        self.waiting: list[W] = []  # by tag
         self.unfinished: dict[str, int] = {}  # sequences, by the request (wait group)
         self.last: dict[str, float] = {}  # the latest tag of each request
 
 
-class FairQueue:
+class FairQueue(Generic[W]):
     def __init__(self) -> None:
-        self._accounts: dict[str, _ClientTurns] = {}
+        self._accounts: dict[str, _ClientTurns[W]] = {}
         self._left: dict[str, float] = {}  # charges of clients without an unfinished sequence
         self._size = self._waits = 0  # sequences that wait; times that a client began to wait
 
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[W]:
         for account in self._accounts.values():
             yield from account.waiting
 
@@ -67,7 +86,7 @@ class FairQueue:
         account = self._accounts.get(client)
         return 0 if account is None else account.unfinished.get(request, 0)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: W) -> None:
         """Let a new sequence wait."""
         client, request = sequence.owner.client, sequence.wait_group
         account = self._accounts.get(client)
@@ -78,7 +97,7 @@ class FairQueue:
         account.unfinished[request] = account.unfinished.get(request, 0) + 1
         self.put_back(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def put_back(self, sequence: W) -> None:
         """Let a sequence wait again, with its tag."""
         account = self._accounts[sequence.owner.client]
         if not account.waiting:
@@ -89,13 +108,13 @@ class FairQueue:
         bisect.insort(account.waiting, sequence, key=tag_of)
         self._size += 1
 
-    def take(self, sequence: Sequence) -> None:
+    def take(self, sequence: W) -> None:
         """Remove a sequence: it begins, or is finished."""
         account = self._accounts[sequence.owner.client]
         account.waiting.remove(sequence)
         self._size -= 1
 
-    def finished(self, sequence: Sequence) -> None:
+    def finished(self, sequence: W) -> None:
         """Forget a sequence that neither waits nor runs any more."""
         account, request = self._accounts[sequence.owner.client], sequence.wait_group
         account.unfinished[request] -= 1
@@ -113,28 +132,28 @@ class FairQueue:
         account.charged += tokens
         account.clock += tokens / len(account.unfinished)
 
-    def charge_all(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
+    def charge_all(self, sequences: Iterable[W], tokens: Iterable[int]) -> None:
         if len(self._accounts) == 1:  # mostly
             self.charge(next(iter(self._accounts)), sum(tokens))
             return
         for sequence, count in zip(sequences, tokens, strict=True):
             self.charge(sequence.owner.client, count)
 
-    def turn(self, sequence: Sequence) -> tuple[float, int, float]:
+    def turn(self, sequence: W) -> tuple[float, int, float]:
         """Return the place of a sequence in the order; the lowest is next."""
         account = self._accounts[sequence.owner.client]
         return account.charged, account.since, sequence.tag
 
-    def precedes(self, waiting: Sequence, running: Sequence) -> bool:
+    def precedes(self, waiting: W, running: W) -> bool:
         """Return whether the prompt of a sequence that waits comes before that of one that runs: of two clients that
         are charged the same, the one that waits is next."""
         if waiting.owner.client == running.owner.client:
             return waiting.tag < running.tag
         return self.turn(waiting)[0] <= self.turn(running)[0]
 
-    def head(self, passed: Collection[str] = ()) -> Sequence | None:
+    def head(self, passed: Collection[str] = ()) -> W | None:
         """Return the next sequence that waits; the requests `passed` (by request id) are left out."""
-        best: Sequence | None = None
+        best: W | None = None
         for account in self._accounts.values():
             first = next((one for one in account.waiting if one.request_id not in passed), None)
             if first is not None and (best is None or self.turn(first) < self.turn(best)):
@@ -153,7 +172,7 @@ def request_of(sequence: Sequence) -> str:
     return sequence.wait_group
 
 
-def tag_of(sequence: Sequence) -> float:
+def tag_of(sequence: Queued) -> float:
     return sequence.tag
 
 

@@ -61,7 +61,7 @@ class Scheduler:
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
         self._arrival: dict[str, int] = {}
-        self.waiting = FairQueue()
+        self.waiting = FairQueue[Sequence]()
         self.running: list[Sequence] = []  # in order of arrival
         self._rows: dict[str, Row] = {}  # rows of the step being scheduled, by sequence key
         self._num_tokens = self._num_drafted = 0  # in these rows

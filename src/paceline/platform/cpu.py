@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.platform.python_process import NO_CURRENT_FOLDER
+
 AMX_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the second is oneDNN's older spelling
 AMX_CEILING = "AVX512_CORE_BF16"
 AMX_FLAGS = frozenset({"amx_tile", "amx_bf16"})
 AMX_TIMEOUT_S = 120.0
 
-_AMX_PROBE = """
+_AMX_PROBE = f"""{NO_CURRENT_FOLDER}
 import torch
 for rows in (1, 256):
     (torch.ones(rows, 256, dtype=torch.bfloat16) @ torch.ones(256, 256, dtype=torch.bfloat16)).sum().item()

@@ -8,9 +8,9 @@ import functools
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -22,8 +22,6 @@ from starlette.types import Message, Send
 
 from paceline import __version__
 from paceline.errors import (
-    EngineClosed,
-    InvalidParameter,
     ModelNotFound,
     PacelineError,
     RequestFailed,
@@ -38,20 +36,18 @@ from paceline.server.api.protocol import (
     DetokenizeRequest,
     ReloadRequest,
     TokenizeRequest,
-    plain_message,
 )
 from paceline.server.api.responses import NAMES, ResponseRequest
+from paceline.server.bodies.long_bodies import LongBodies, unless_gone
 from paceline.server.capture import Capture
 from paceline.server.errors import Forbidden, body_of, from_http, from_validation
 from paceline.server.gate import ADMIN, CLIENT, RELOAD, RequestGuard, error_response
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.state import AppState, ServerSettings
-from paceline.text.request_text import EncodedPrompt
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
-T = TypeVar("T")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts of this machine, in a URL
 # Headers of a program that asks for itself.
 PLAIN_HEADERS = {"host", "user-agent", "accept", "accept-encoding", "connection", "content-type", "content-length"} | {
@@ -78,7 +74,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         deadline = time.monotonic() + settings.grace_s
         while client.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        await client.close()
+        await asyncio.gather(client.close(), state.bodies.close())
         if state.capture is not None:
             state.capture.close()
 
@@ -89,6 +85,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     _add_pages(app, state)
     _add_model_routes(app, state)
     _add_answers(app, state)
+    app.add_middleware(LongBodies, reader=state.bodies, sharing=settings.sharing)
     app.add_middleware(
         RequestGuard,
         api_keys=settings.api_keys,
@@ -152,20 +149,13 @@ def _add_model_routes(app: FastAPI, state: AppState) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         state.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidParameter("prompt", "give either prompt or messages")
-        if body.messages is not None:
-            prompt = await state.encode_chat([plain_message(message) for message in body.messages])
-        else:
-            prompt = await state.encode(body.prompt or "", special=body.add_special_tokens)
-        tokens = prompt.tokens
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": state.client.info["max_model_len"]})
+        work = state.reader.tokenized  # a template may take long
+        return _json(work(body) if body.messages is None else await asyncio.to_thread(work, body))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         state.check_model(body.model)
-        state.check_tokens("tokens", body.tokens)
-        return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return _json(state.reader.detokenized(body))
 
     @app.post(RELOAD, include_in_schema=False)  # for the server's operator, not for clients
     async def reload(body: ReloadRequest, request: Request) -> Response:
@@ -189,10 +179,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
     async def completions_route(body: CompletionRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        prompts, group = list[EncodedPrompt](), new_request_id("group")
-        for each in body.prompts():
-            prompts.append(await state.encode(each, special=body.add_special_tokens))
-            await asyncio.sleep(0)  # other requests are answered between two of many prompts
+        prompts, group = await state.prompts(request, body), new_request_id("group")
         async with contextlib.AsyncExitStack() as running:
             generations = []
             for prompt in prompts:
@@ -206,7 +193,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
                 running.pop_all()
                 return EventStream(completions.chunks(generations, body, state.name), generations)
             gathered = asyncio.gather(*(each.whole() for each in generations))
-            outputs = await _unless_gone(request, gathered)
+            outputs = await unless_gone(request, gathered)
             return _json(completions.completion(generations, outputs, body, state.name))
 
     @app.post("/v1/chat/completions")
@@ -249,28 +236,9 @@ def _is_local(request: Request) -> bool:
 
 async def _whole(request: Request, generation: Generation) -> RequestOutput:
     try:
-        return await _unless_gone(request, generation.whole())
+        return await unless_gone(request, generation.whole())
     finally:
         generation.cancel()
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of the work, or drop the work when the client disconnects."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise EngineClosed("the client has disconnected")
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 class EventStream(StreamingResponse):

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from paceline.errors import (
@@ -74,7 +75,7 @@ def headers_of(error: PacelineError) -> dict[str, str]:
     return {"Retry-After": str(RETRY_AFTER_S)} if status_of(error) in (429, 503) else {}
 
 
-def from_validation(error: RequestValidationError) -> InvalidParameter:
+def from_validation(error: RequestValidationError | ValidationError) -> InvalidParameter:
     """Return the error of the first wrong field, with the path to the wrong value in it. If a field may have several
     forms, the error is that of the closest form: its problem lies deepest, or is not the type."""
     problems = [(tuple(part for part in each["loc"] if part != "body"), each) for each in error.errors()]

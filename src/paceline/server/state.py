@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from starlette.requests import Request
 
 from paceline.engine.events import Request as EngineRequest
-from paceline.errors import EngineClosed, InvalidParameter, ModelNotFound, short_repr
+from paceline.errors import EngineClosed, InvalidParameter, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.generation import Generation
-from paceline.server.api.protocol import ChatRequest, Sampling
+from paceline.server.api.protocol import ChatRequest, CompletionRequest, Sampling, Whole
 from paceline.server.api.tool_calls import Style, style_of
+from paceline.server.bodies.body_process import BodyReader
+from paceline.server.bodies.body_prompts import BodyPrompts, check_model
+from paceline.server.bodies.body_worker import BodyAnswer, BodySettings
+from paceline.server.bodies.long_bodies import READ
 from paceline.server.capture import Capture
 from paceline.server.gate import CLIENT
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.process.messages import EngineSettings
 from paceline.server.trust import ApiKey, Sharing
-from paceline.text.request_text import EncodedPrompt, check_token_ids, encode_prompts
-from paceline.text.thoughts import Thought, effort_variables, thought_after
+from paceline.text.request_text import EncodedPrompt
+from paceline.text.thoughts import Thought, thought_after
 from paceline.text.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str, str], None]  # writes one answer, with its domain
-LONG_TEXT = 20_000  # characters of a prompt that is encoded in a thread, so that others do not wait
+BODY_CPU_S = 30.0  # processor seconds of one long body; one of 4 MiB takes up to 4
+MAX_BODY_MEMORY = 4 << 30  # bytes of address space of the process that reads them
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+|null")  # a browser's spelling
 
 
@@ -74,7 +80,9 @@ class AppState:
     stopping: bool = False
     capture: Capture | None = None
     _tokenizer: Tokenizer | None = None
-    _long: asyncio.Lock = field(default_factory=asyncio.Lock)  # one long text at a time: they take much memory
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyReader(self.body_settings)
 
     @property
     def name(self) -> str:
@@ -93,43 +101,49 @@ class AppState:
         return style_of(self.tokenizer.chat_template(with_tools=True).source if known else "")
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in (self.name, self.settings.engine.model):
-            raise ModelNotFound(f"model {short_repr(name)} is not served here; {self.name!r} is")
+        check_model(name, self._names)
 
-    def check_tokens(self, field: str, tokens: list[int]) -> None:
-        """Check token ids before they are sent: a message holds no number of more than 64 bits."""
-        check_token_ids(field, tokens, self.client.info["vocab_size"])
+    @property
+    def _names(self) -> list[str]:
+        return [self.name, self.settings.engine.model]
 
-    async def encode(self, prompt: str | list[int], *, special: bool = True) -> EncodedPrompt:
-        if isinstance(prompt, list):
-            self.check_tokens("prompt", prompt)
-        encode = functools.partial(encode_prompts, self.tokenizer, [prompt], special)
-        if isinstance(prompt, list) or len(prompt) < LONG_TEXT:
-            (encoded,) = encode()
-        else:
-            async with self._long:
-                (encoded,) = await asyncio.to_thread(encode)
-        return encoded
+    async def prompts(self, asked: Request, body: Whole) -> list[EncodedPrompt]:
+        """Return the prompts of a body that asks for answers. A template may take long, and runs elsewhere."""
+        read: BodyAnswer | None = getattr(asked.state, READ, None)
+        if read is None:
+            work = self.reader.prompts
+            return work(body) if isinstance(body, CompletionRequest) else await asyncio.to_thread(work, body)
+        prompts = []
+        for ending, tokens in read.prompts:
+            prompts.append(EncodedPrompt(ending, array("i", tokens).tolist()))
+            await asyncio.sleep(0)  # other requests are answered between two of many prompts
+        return prompts
 
-    async def encode_chat(
-        self, conversation: list[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> EncodedPrompt:
-        """Render and encode a conversation. `variables` of the template may be as long as a conversation."""
-        text = await asyncio.to_thread(self.tokenizer.render_chat, conversation, **variables)
-        return await self.encode(text, special=False)
+    def keep_chat(self, asked: Request, body: ChatRequest) -> Keep | None:
+        """Return the function that captures an answer to a conversation."""
+        if self.capture is None:
+            return None
+        read: BodyAnswer | None = getattr(asked.state, READ, None)
+        messages = body.conversation() if read is None else json.loads(read.conversation)
+        return functools.partial(Capture.chat, messages=messages)
+
+    @cached_property
+    def reader(self) -> BodyPrompts:
+        return BodyPrompts(self.tokenizer, self.client.info["vocab_size"], self.client.info["max_model_len"])
+
+    def body_settings(self) -> BodySettings:
+        info, names = self.client.info, self._names
+        path, lengths = str(info["path"]), (info["vocab_size"], info["max_model_len"])
+        return BodySettings(path, names, *lengths, self.capture is not None, BODY_CPU_S, MAX_BODY_MEMORY)
 
     async def start_chat(self, asked: Request, body: ChatRequest, *, prefix: str) -> Generation:
         """Start the answer to a conversation."""
-        params, conversation = body.to_params(self.call_style), body.conversation()
-        variables, tags = body.template_variables(), self.tokenizer.thought_tags
-        if body.reasoning_effort is not None:
-            template = self.tokenizer.chat_template(with_tools="tools" in variables)
-            known = await asyncio.to_thread(lambda: template.variables)
-            variables = effort_variables(body.reasoning_effort, known) | variables
-        prompt = await self.encode_chat(conversation, variables)
+        params, tags = body.to_params(self.call_style), self.tokenizer.thought_tags
+        (prompt,) = await self.prompts(asked, body)
         thought = None if tags is None else thought_after(tags, prompt.text or "")
         # Variables of the template are part of the prompt, but not of the messages that would be captured.
-        keep = None if variables else functools.partial(Capture.chat, messages=conversation)
+        has_variables = body.reasoning_effort is not None or body.template_variables()
+        keep = None if has_variables else self.keep_chat(asked, body)
         if thought is not None:
             params = thought.frees(params)
         streamed = bool(body.stream)

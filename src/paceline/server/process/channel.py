@@ -54,16 +54,22 @@ class Channel:
 
 class Inbox(asyncio.Protocol):
     def __init__(self, take: Callable[[bytes], None]) -> None:
-        self._take, self._partial = take, b""
+        self._take = take
+        self._parts: list[bytes] = []  # of a message that is not complete
+        self._size, self._needed = 0, HEAD  # bytes of these parts; those with which there is more to do
 
     def data_received(self, data: bytes) -> None:
-        if self._partial:
-            data = self._partial + data
-        begin = 0
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size < self._needed:
+            return
+        data, begin = b"".join(self._parts), 0
         while (body := begin + HEAD) <= len(data):
             end = body + int.from_bytes(data[begin:body], "little")
             if end > len(data):
                 break
             self._take(data[body:end])
             begin = end
-        self._partial = data[begin:]
+        rest = data[begin:]
+        self._parts, self._size = [rest], len(rest)
+        self._needed = HEAD + int.from_bytes(rest[:HEAD], "little") if len(rest) >= HEAD else HEAD

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.errors import EngineDied, PacelineError
+from paceline.platform.python_process import module_command
 from paceline.server.logs import log_level, logs_json
 from paceline.server.process import messages as m
 from paceline.server.process.channel import Inbox, framed
 from paceline.server.process.messages import EngineSettings, LoadFailed, Ready, WorkerCommand, WorkerEvent
 
 STOP_S = 10.0  # seconds in which the engine stores its state
-WORKER = [sys.executable, "-m", "paceline.server.process.worker"]  # the number of its socket follows
+WORKER = "paceline.server.process.worker"
 
 
 class EngineProcess:
@@ -38,7 +38,7 @@ class EngineProcess:
         with worker_end:
             number = worker_end.fileno()
             self._process = subprocess.Popen(
-                [*WORKER, str(number)], stdin=subprocess.DEVNULL, pass_fds=[number], start_new_session=True
+                module_command(WORKER, str(number)), stdin=subprocess.DEVNULL, pass_fds=[number], start_new_session=True
             )
         self.gone = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         try:
