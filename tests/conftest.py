@@ -1,4 +1,5 @@
-"""Fixtures every test may use. The real model is fetched once into the user's cache, as a first run would.
+"""Fixtures every test may use. The real model is fetched once into the user's cache, as a first run would; policies and
+chats are kept in a folder of this process, so that a run beside other work does not teach the user's policies.
 
 Tests compute on toys and run side by side, so each gets one thread, and so do processes it starts: threads that compete
 for a core spin, which takes many times as long as the work. Tests of threads ask for more.
@@ -6,10 +7,13 @@ for a core spin, which takes many times as long as the work. Tests of threads as
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is impor
 
 import torch
 
+from paceline.models.load.store import cache_home_if_any
 from paceline.platform.cpu import usable_cores
 from tests.bench.fake_subject import repetitive
 from tests.helpers import fake_llm
@@ -30,6 +35,20 @@ Output = tuple[int, str, str]  # exit code, stdout, stderr
 
 if not torch.cuda.is_available():  # Triton reads it when it is imported: kernels are then interpreted, on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def own_home() -> None:
+    """Take a cache folder for this process and those that it starts, with the user's models in it."""
+    users = cache_home_if_any()
+    if users is not None:
+        (users / "models").mkdir(parents=True, exist_ok=True)
+        home = Path(tempfile.mkdtemp(prefix="paceline-tests-"))
+        (home / "models").symlink_to((users / "models").resolve())
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+        os.environ["PACELINE_HOME"] = str(home)
+
+
+own_home()
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

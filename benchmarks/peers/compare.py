@@ -5,6 +5,7 @@ A prompt is answered by all of them one after the other, in an order drawn anew,
 cannot do costs its own figures only. The last line is JSON.
 
     python -m benchmarks.peers.compare --environments DIR [--gguf FILE] [--minutes 4]
+    python -m benchmarks.peers.compare --environments DIR --model FILE.gguf --only paceline llama_cpp
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from benchmarks.peers.workers import (
 )
 from paceline.errors import PacelineError
 from paceline.models.load.hub import cache_home, resolve
-from paceline.models.load.loader import load_config
+from paceline.models.load.loader import is_gguf, load_config
 from paceline.platform.cpu import guard_amx
 from paceline.text.tokenizer import Tokenizer
 
@@ -69,8 +70,12 @@ def main() -> None:
 def compare(args: argparse.Namespace) -> None:
     guard_amx(cache_home())  # its verdict is a variable that every worker inherits
     folder = resolve(args.model)
-    if not folder.is_dir():
-        raise SystemExit(f"{folder} is not a model folder; peers load safetensors, so name an alias or a folder")
+    if is_gguf(folder):
+        args.gguf = folder
+        if not set(args.only or ["transformers"]) <= {OURS, "llama_cpp", "openvino"}:
+            raise SystemExit("transformers and vllm load safetensors: name the others, as in --only paceline llama_cpp")
+    elif not folder.is_dir():
+        raise SystemExit(f"{folder} is no model: name an alias, a folder or a .gguf file")
     prompts = make_prompts(args.per_workload, args.temperature, args.prompts)
     with scratch(args.work) as work:
         float_gguf = work / "weights-fp32.gguf"
@@ -100,7 +105,7 @@ def compare(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--environments", type=Path, help="what environments.sh made; without it only paceline runs")
-    parser.add_argument("--model", default="smollm2", help="an alias or a folder with safetensors")
+    parser.add_argument("--model", default="smollm2", help="an alias, a folder with safetensors, or a .gguf file")
     parser.add_argument("--gguf", type=Path, help="a quantised file of the same weights, for llama.cpp and OpenVINO")
     parser.add_argument("--prompts", type=Path, help='jsonl of {"turns"} to ask instead of our own chat')
     parser.add_argument("--per-workload", type=int, default=12)
@@ -126,7 +131,7 @@ def scratch(given: Path | None) -> Iterator[Path]:
 
 
 def start(configuration: Configuration, folder: Path, work: Path, args: argparse.Namespace) -> Worker:
-    model = folder if configuration.peer == OURS else expanded_folder(folder, work)
+    model = folder if configuration.peer == OURS or is_gguf(folder) else expanded_folder(folder, work)
     job = asdict(configuration) | {"model": str(model), "threads": args.threads, "max_context": MAX_CONTEXT}
     script = HERE / f"worker_{configuration.peer}.py"
     command = [interpreter(configuration.peer, args.environments), str(script), json.dumps(job)]

@@ -7,6 +7,7 @@ plain steps: the bars below are what is reached.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -66,3 +67,17 @@ def test_a_price_that_is_stated_too_low_is_found_out():
     some = records("code", sampled=False)
     auto = gain(some, 1, clock, "auto", max_tokens=224)
     assert auto >= 0.92 * gain(some, 1, clock, "auto", max_tokens=224, leave_out=(DRAFT_MODEL,))
+
+
+@pytest.mark.parametrize("category", ["math_reasoning", "code"])
+def test_what_was_learnt_beside_other_work_does_not_spoil_a_quiet_run(category):
+    """There drafts took eight times their price and rows three times as long; here a cheap draft model pays."""
+    busy = Replay("auto", None, CLOCKS["pair"].with_draft_model(0.8, stated=0.1).steeper(3.0), 0, max_tokens=224)
+    for one in records("qa", sampled=False):
+        busy.seconds([one])
+    quiet = Replay("auto", None, CLOCKS["pair"].with_draft_model(0.1), max_tokens=224)
+    quiet.policy.load(json.loads(json.dumps(busy.policy.state())))
+    plain = Replay("none", None, CLOCKS["pair"], max_tokens=224)
+    some = records(category, sampled=False)
+    gain_after = sum(plain.seconds([one]) for one in some) / sum(quiet.seconds([one]) for one in some)
+    assert gain_after >= 0.96 * gain_of(category, False, 1, 0.1)

@@ -14,14 +14,12 @@ STAKE = 20.0  # drafts; without any, one part in 20 of what a plan promises to s
 
 class Account:
     def __init__(self) -> None:
-        self.balance, self._step = CREDIT, 0  # plain steps, and the step at which they were counted
+        self._balance, self._step = CREDIT, 0  # plain steps, and the step at which they were counted
 
     def at(self, step: int) -> float:
-        """Bring the account up to a step, and return the plain steps that it holds."""
-        self.balance += DRIP * (step - self._step)
-        self._step = step
-        return self.balance
+        """Return the plain steps that the account holds at a step."""
+        return self._balance + DRIP * (step - self._step)
 
-    def add(self, saved: float) -> None:
+    def add(self, saved: float, step: int) -> None:
         """Add the plain steps that a drafted step saved; below 0: lost."""
-        self.balance = min(self.balance + saved, CAP)
+        self._balance, self._step = min(self.at(step) + saved, CAP), step

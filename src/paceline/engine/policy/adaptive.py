@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import compress
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from paceline.config import MAX_K, NONE
 from paceline.core.sequence import Sequence
 from paceline.engine.batch import StepResult, StepTiming
 from paceline.engine.policy import DEEPEST, NO_DRAFT, DraftPlan, Offer, Offers, any_sampled, wish
-from paceline.engine.policy.account import STAKE, Account
-from paceline.engine.policy.allocate import Candidate, Floats, Prefixes, RowGroup, prefixes, token_weights
+from paceline.engine.policy.account import CREDIT, STAKE, Account
+from paceline.engine.policy.allocate import Candidate, PlannedStep, Prefix, RowGroup, best_prefix, token_weights
 from paceline.engine.policy.costs import LOOKUP, OUTLIER, RECENT, DraftCost, StepTimes, size_of
 from paceline.engine.policy.priors import CPU, PassPrior
 from paceline.engine.policy.survival import SurvivalTable, bucket
@@ -31,30 +29,7 @@ MARGIN = 0.02  # gain over plain decoding that a plan must promise: the tables e
 RISK = 0.05  # share of the best rate that every DEEPEST-th plan may give up to learn the cost of more nodes
 LONG = 128  # tokens of an answer before any ended; steps between plain steps, and until unused records count half
 CHECK_BELOW = 1.5  # expected gain from which no plain step is taken to keep its time current
-FEW = 8  # sequences, of which a CPU plans every step; steps until the first plain step that is taken for its time
-
-
-class PlannedStep(NamedTuple):
-    """The step that is planned."""
-
-    sequences: SequenceOf[Sequence]
-    remaining: list[int]  # tokens that each row may still commit
-    left: float  # tokens that all rows are expected to commit
-    times: StepTimes
-    base: int  # decode rows, plus nodes of rows whose k is fixed
-    plain_s: float
-    other_rows: int  # of prompts
-    weights: Mapping[int, float]  # of tokens, by row; empty: 1 each
-
-
-class Choice(NamedTuple):
-    """The best prefix of some candidates' nodes."""
-
-    rate: float  # tokens per second
-    nodes: int
-    prefixes: Prefixes
-    expected_s: float
-    node_s: float  # seconds of one more row
+FEW = 8  # sequences, of which a CPU plans every step; steps until the first plain one, and that are learnt from at once
 
 
 class Pending(NamedTuple):
@@ -63,6 +38,14 @@ class Pending(NamedTuple):
     step: PlannedStep | None = None  # None: no row drafts with a k that the policy chose
     expected_s: float = 0.0
     levels: Mapping[str, tuple[int, int]] = {}  # by sequence: level, and limit of nodes or 0
+    is_urgent: bool = False  # its method may lose little more, so the next plan depends on it
+
+
+class ObservedStep(NamedTuple):
+    plan: Pending
+    result: StepResult
+    timing: StepTiming
+    paths: Mapping[int, SequenceOf[int]]  # by index in the result: the accepted nodes of its tree
 
 
 class AdaptivePolicy:
@@ -91,7 +74,9 @@ class AdaptivePolicy:
         self._planned_size = 0
         self._drafting: dict[str, int] = {}  # models that drafted last, and their rows
         self._pending = Pending()
-        self._observed: list[tuple[StepResult, StepTiming, Pending]] = []
+        self._observed: list[ObservedStep] = []  # steps that are not learnt from
+        self._candidates: dict[tuple[Any, ...], Candidate] = {}  # of steps of one row, until a table changes
+        self._faded = 0  # times that unused records were halved
         self.min_node_probability = 0.0
         self.expected_gain: float | None = None  # over plain decoding, when drafting was last considered
 
@@ -125,7 +110,9 @@ class AdaptivePolicy:
             weights = {} if others_wait else token_weights(remaining, pace, [one.wait_group for one in sequences])
             outputs = [sequence.num_output for sequence in sequences]
             left = sum([min(a, max(self._length - b, b, DEEPEST)) for a, b in zip(remaining, outputs, strict=True)])
-            step = PlannedStep(sequences, remaining, left, times, base, times.seconds(base), other_rows, weights)
+            step = PlannedStep(
+                sequences, remaining, max(left, 1.0), times, base, times.seconds(base), other_rows, weights
+            )
             self._choose(step, self._options(step, offers, open_rows), offers, plans)
         return plans
 
@@ -174,24 +161,47 @@ class AdaptivePolicy:
     # -- candidates
 
     def _options(self, step: PlannedStep, offers: Offers, open_rows: Mapping[str, list[int]]) -> list[list[Candidate]]:
-        """Return the candidates of each plan: one method for all rows, for each method, and each row's best method."""
+        """Return the candidates of each plan: one method for all rows, for each method, and each row's best method; and
+        where a model has yet to read the tokens of some rows, the same without these, and with the one of them that
+        takes least."""
         by_method: dict[str, list[Offer]] = {}
         for wished, rows in open_rows.items():
             for offer in offers.of(wished, rows):
                 by_method.setdefault(offer.method, []).append(offer)
-        options = list[list[Candidate]]()
-        for variant in _variants(by_method) if len(step.sequences) > 1 else [by_method]:
-            each = {name: [self._candidate(step, offer) for offer in several] for name, several in variant.items()}
-            options += each.values()
-            if len(each) > 1 and len(step.sequences) > 1:
-                best: dict[int, tuple[float, str]] = {}
-                for of in (of for several in each.values() for of in several):
-                    promises = [(row, (group.total, of.method)) for group in of.groups for row in group.rows]
-                    best.update([(row, promise) for row, promise in promises if promise > best.get(row, (0.0, ""))])
-                rows_of = {name: {row for row, (_, chosen) in best.items() if chosen == name} for name in each}
-                parts = [_part(offer, rows_of[name]) for name, several in variant.items() for offer in several]
-                options.append([self._candidate(step, part) for part in parts if part.rows])
+        if len(step.sequences) == 1:
+            return [[self._candidate_of_one(step, offer)] for (offer,) in by_method.values()]
+        each = {name: [self._candidate(step, offer) for offer in several] for name, several in by_method.items()}
+        options = list(each.values())
+        options += self._mixed(step, by_method, each)
+        for name, several in by_method.items():
+            for part in (part for offer in several for part in _parts(offer)):
+                alone = [self._candidate(step, part)]
+                options += [alone, *self._mixed(step, {**by_method, name: [part]}, {**each, name: alone})]
         return options
+
+    def _mixed(
+        self, step: PlannedStep, offers: Mapping[str, list[Offer]], each: Mapping[str, list[Candidate]]
+    ) -> list[list[Candidate]]:
+        """Return a plan in which each row has the method that promises it most, if there are several."""
+        if len(each) < 2:
+            return []
+        best: dict[int, tuple[float, str]] = {}
+        for of in (of for several in each.values() for of in several):
+            for group in of.groups:
+                promise = sum(group.expected), of.method
+                best.update([(row, promise) for row in group.rows if promise > best.get(row, (0.0, ""))])
+        rows_of = {name: {row for row, (_, chosen) in best.items() if chosen == name} for name in each}
+        parts = [_part(offer, rows_of[name]) for name, several in offers.items() for offer in several]
+        return [[self._candidate(step, part) for part in parts if part.rows]]
+
+    def _candidate_of_one(self, step: PlannedStep, offer: Offer) -> Candidate:
+        """Return the candidate of the only row, made anew where a table has changed."""
+        level, unread = bucket(offer.levels[0]), sum(offer.unread)
+        key = offer.method, step.sequences[0].sampled, level, min(step.remaining[0], MAX_K + 1), max(unread, 2)
+        known = None if step.other_rows else self._candidates.get(key)
+        if known is None:
+            known = self._candidates[key] = self._candidate(step, offer)
+        return known
 
     def _candidate(self, step: PlannedStep, offer: Offer) -> Candidate:
         method, rows, levels, unread, price, needs_model, is_tree, max_depth = offer
@@ -200,11 +210,8 @@ class AdaptivePolicy:
         if cost is None:
             cost = self.draft_costs[method] = DraftCost(price if needs_model else LOOKUP)
         pass_s, read_s = cost.parts(step.times, len(rows), sum(unread))
-        if not needs_model:  # a model that drafted last reads what the lookup commits before it drafts again
-            models = self._drafting.items()
-            pass_s += max(
-                [self.draft_costs[name].parts(step.times, count, 0)[0] for name, count in models], default=0.0
-            )
+        if not needs_model and self._drafting:  # a model that drafted last reads these tokens before it drafts again
+            pass_s += max([self.draft_costs[one].parts(step.times, n, 0)[0] for one, n in self._drafting.items()])
         weights = {} if needs_model else step.weights  # a model drafts equally deep for all rows
         most = MAX_K if is_tree else DEEPEST
         beyond = min(max_depth, most)  # with more tokens remaining a draft may have any number of nodes
@@ -215,10 +222,10 @@ class AdaptivePolicy:
         groups = list[RowGroup]()
         for (sampled, level, nodes, weight), members in alike.items():
             survival, shares, drafts = self.survival.estimate(method, sampled, level, tree=is_tree)
-            groups.append(RowGroup(members, weight * survival[:nodes], shares[:nodes], drafts))
-        return Candidate(
-            method, groups, pass_s, read_s, is_tree or not needs_model, dict(zip(rows, levels, strict=True))
-        )
+            expected = survival[:nodes] if weight == 1.0 else [weight * one for one in survival[:nodes]]
+            groups.append(RowGroup(members, expected, shares, drafts))
+        of_row = dict(zip(rows, levels, strict=True))
+        return Candidate(method, groups, pass_s, read_s, is_tree or not needs_model, of_row)
 
     # -- the formula
 
@@ -226,14 +233,16 @@ class AdaptivePolicy:
         self, step: PlannedStep, options: list[list[Candidate]], offers: Offers, plans: list[DraftPlan]
     ) -> None:
         number, best, highest, top = len(step.sequences), None, 1.0, 0.0
+        plain_rate = number / step.plain_s
         for candidates in options:
-            choice = self._best(step, candidates)
-            gain = choice.rate * step.plain_s / number
             needs_model = any(self._kinds[candidate.method][0] for candidate in candidates)
-            top = max(top, gain)
-            gain /= 1 + MARGIN * (1.0 if needs_model else math.sqrt(number))  # of many lookups the highest are chosen
-            if gain > highest:
-                best, highest = choice, gain
+            margin = 1 + MARGIN * (1.0 if needs_model else math.sqrt(number))  # of many lookups the highest are chosen
+            found = self._best(step, candidates, highest * margin * plain_rate)
+            if found is not None:
+                gain = found.rate / plain_rate
+                top = max(top, gain)
+                if gain > highest * margin:
+                    best, highest = found, gain / margin
         self.expected_gain = top or None
         self._planned.update([sequence.key for sequence in step.sequences])
         self._planned_size = size_of(number)
@@ -242,66 +251,91 @@ class AdaptivePolicy:
                 self._pause_left = max(self._pause, number // 4, 1)
                 self._pause = min(2 * self._pause_left, max(LONG, 2 * number))
             return
-        self._pause, self._pause_left, self._drafting = max(self._pause // 2, 1), 0, {}
+        self._pause, self._pause_left = max(self._pause // 2, 1), 0
+        drafted_before, self._drafting = self._drafting, {}
         levels = dict(self._pending.levels)
-        for row, (candidate, nodes) in best.prefixes.by_row(best.nodes).items():
+        for row, (candidate, nodes) in best.by_row().items():
             plans[row] = DraftPlan(candidate.method, nodes)
             # On a device trees are not cut, and an early draft has the nodes of the last plan.
             levels[step.sequences[row].key] = candidate.levels[row], 0 if self._on_device else nodes
             if self._kinds[candidate.method][0]:
                 self._drafting[candidate.method] = self._drafting.get(candidate.method, 0) + 1
         if step.base == number:  # no row has its k fixed
-            self.min_node_probability = best.rate * best.node_s
-        self._pending = Pending(step, best.expected_s, levels)
+            most = max(best.nodes, float(DEEPEST))
+            node_s = (step.seconds_with(most + 1) - step.seconds_with(1)) / most
+            self.min_node_probability = best.rate * node_s
+        if self._drafting != drafted_before:
+            self._candidates.clear()
+        is_urgent = min([self._holds(candidate.method, number) for candidate, _ in best.groups]) < 2 * CREDIT
+        self._pending = Pending(step, best.seconds + best.read_s, levels, is_urgent)
 
-    def _best(self, step: PlannedStep, candidates: list[Candidate]) -> Choice:
-        """Return the prefix of the highest rate, among those that the accounts allow."""
-        number, each = len(step.sequences), prefixes(candidates)
-        # Prompt rows are computed whatever is drafted, so only the time that nodes add to them counts.
-        with_nodes = step.times.seconds_with(step.base + step.other_rows, max(int(each.nodes[-1]) + 2, DEEPEST))
-        if step.other_rows:
-            with_nodes = with_nodes + (step.times.seconds_with(step.base, 1) - with_nodes[0])
-        drafted_s = each.draft_s + np.interp(each.nodes, np.arange(1.0, len(with_nodes) + 1), with_nodes)
-        tokens = number + each.tokens
-        rates = tokens / (drafted_s + each.read_s * np.minimum(tokens / max(step.left, 1.0), 1.0))
-        rates[~self._is_allowed(step, candidates, tokens, drafted_s, each.read_s)] = 0.0
-        place = int(rates.argmax())
-        if self._steps % DEEPEST == 0:  # now and then more nodes, so that their cost is known
-            place = int(np.flatnonzero(rates >= (1 - RISK) * rates[place])[-1])
-        last = min(max(place + 1, DEEPEST), len(with_nodes)) - 1
-        node_s = float(with_nodes[last] - with_nodes[0]) / last
-        return Choice(rates.item(place), place + 1, each, (drafted_s + each.read_s).item(place), node_s)
+    def _best(self, step: PlannedStep, candidates: list[Candidate], least: float) -> Prefix | None:
+        """Return the best prefix of the candidates' nodes that their accounts allow."""
+        risk = 0.0 if self._steps % DEEPEST else RISK  # now and then more nodes, so that their cost is known
+        one, found = candidates[0], None
+        if len(step.sequences) == 1 and not risk and not one.read_s:
+            found = one.best = one.best or best_prefix(step, candidates, 0.0)
+        else:
+            found = best_prefix(step, candidates, least, risk)
+        if found is None or found.rate <= least:
+            return found
+        is_allowed = self._allowance(step, candidates)
+        if is_allowed(found.tokens, found.seconds, found.read_s):
+            return found
+        return best_prefix(step, candidates, least, risk, is_allowed)
 
-    def _is_allowed(
-        self, step: PlannedStep, candidates: list[Candidate], tokens: Floats, drafted_s: Floats, read_s: Floats
-    ) -> Any:
-        """Return, by prefix, whether the accounts hold what it may lose: all of its time but a plain step, if no token
-        is accepted. A share of what it promises to save until the answers end may be lost besides; the share grows with
+    def _allowance(self, step: PlannedStep, candidates: list[Candidate]) -> Callable[[float, float, float], bool]:
+        """Return whether the accounts hold what a plan may lose: all of its time but a plain step, if no token is
+        accepted. A share of what it promises to save until the answers end may be lost besides; the share grows with
         the drafts that the promise comes from."""
         number, plain_s = len(step.sequences), step.plain_s
-        holds = min([self.accounts[of.method, size_of(number)].at(self._steps) for of in candidates])
-        drafts = min([group.drafts for of in candidates for group in of.groups])
-        tokens_without, steps_without = self._without_model
-        share = min(steps_without / tokens_without, 1.0) if read_s[0] > 0 else 1.0
-        promised = step.left / number * (share - number * drafted_s / (plain_s * tokens)) - read_s / plain_s
-        stake = (1 + drafts) / (STAKE + drafts)
-        return (drafted_s + read_s) / plain_s - 1 <= holds + stake * np.maximum(promised, 0.0)
+        holds = min([self._holds(one.method, number) for one in candidates])
+        drafts = min([one.drafts for one in candidates])
+        stake, (tokens_without, steps_without) = (1 + drafts) / (STAKE + drafts), self._without_model
+
+        def is_allowed(tokens: float, drafted_s: float, read_s: float) -> bool:
+            share = min(steps_without / tokens_without, 1.0) if read_s > 0 else 1.0
+            promised = step.left / number * (share - number * drafted_s / (plain_s * tokens)) - read_s / plain_s
+            return (drafted_s + read_s) / plain_s - 1 <= holds + stake * max(promised, 0.0)
+
+        return is_allowed
+
+    def _holds(self, method: str, number: int) -> float:
+        """Return the plain steps that a method may lose in a batch."""
+        return self.accounts[method, size_of(number)].at(self._steps)
 
     # -- learning
 
     def observe(self, result: StepResult, timing: StepTiming) -> None:
-        self._observed.append((result, timing, self._pending))
-        self._pending = Pending()  # a step launched ahead has no plan
-        if not self._on_device:
-            self.learn()
+        self._steps += 1
+        plan, self._pending = self._pending, Pending()  # a step launched ahead has no plan
+        paths = {}
+        for at, (method, _, accepted, _) in result.drafts.items():
+            if self._kinds[method][1]:
+                paths[at] = range(accepted) if result.paths is None else result.paths(at)
+        self._observed.append(ObservedStep(plan, result, timing, paths))
+        # With cold caches to learn from one step takes as long as from several.
+        enough = plan.is_urgent or len(self._observed) >= min(1 + 4 * self._steps // LONG, FEW)
+        if not self._on_device and (enough or self.step_times[any_sampled(result.sequences)].speed is None):
+            self._learn()
 
     def learn(self) -> None:
+        if self._on_device:
+            self._learn()
+
+    def _learn(self) -> None:
         for step in self._observed:
             self._learn_from(*step)
+        if self._steps // LONG > self._faded:
+            for table in (self.survival, *self.draft_costs.values(), *(() if self._drafted else self.step_times)):
+                table.fade()
+            self._drafted, self._faded = False, self._steps // LONG
         self._observed.clear()
+        self._candidates.clear()
 
-    def _learn_from(self, result: StepResult, timing: StepTiming, plan: Pending) -> None:
-        self._steps += 1
+    def _learn_from(
+        self, plan: Pending, result: StepResult, timing: StepTiming, paths: Mapping[int, SequenceOf[int]]
+    ) -> None:
         self._runs_ahead |= timing.ahead
         self._drafted |= plan.step is not None
         if result.sequences:
@@ -309,21 +343,17 @@ class AdaptivePolicy:
         for at, (method, nodes, accepted, depth) in result.drafts.items():
             sequence = result.sequences[at]
             level, limit = plan.levels.get(sequence.key, (1, 0))
-            if self._kinds[method][1]:
-                path = range(accepted) if result.paths is None else result.paths(at)
-                self.survival.note_tree(method, sequence.sampled, level, limit, nodes, path)
+            if at in paths:
+                self.survival.note_tree(method, sequence.sampled, level, limit, nodes, paths[at])
             else:
                 self.survival.note_chain(method, sequence.sampled, level, depth, accepted)
         for sequence, tokens in zip(result.sequences, result.tokens, strict=True) if result.drafts else ():
-            pace = self._pace.get(sequence.key, 1.0)
-            self._pace[sequence.key] = pace + RECENT * (len(tokens) - pace)
+            if not sequence.finished:
+                pace = self._pace.get(sequence.key, 1.0)
+                self._pace[sequence.key] = pace + RECENT * (len(tokens) - pace)
         for at in result.ended:
             self._length += RECENT * (result.sequences[at].num_output - self._length)
             self.forget(result.sequences[at])
-        if self._steps % LONG == 0:
-            for table in (self.survival, *self.draft_costs.values(), *(() if self._drafted else self.step_times)):
-                table.fade()
-            self._drafted = False
 
     def _learn_times(self, result: StepResult, timing: StepTiming, plan: Pending) -> None:
         times, number = self.step_times[any_sampled(result.sequences)], timing.num_sequences
@@ -364,7 +394,7 @@ class AdaptivePolicy:
         more = [weights.get(result.sequences[at].key, 1.0) * (len(result.tokens[at]) - 1) for at in result.drafts]
         saved = 1 + sum(more) / number - (taken_s if timing.time_is_typical else expected_s) / step.plain_s
         for method in {draft.method for draft in result.drafts.values()}:
-            self.accounts[method, size_of(number)].add(saved)
+            self.accounts[method, size_of(number)].add(saved, self._steps)
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
         times = self.step_times[sampled]
@@ -376,7 +406,7 @@ class AdaptivePolicy:
 
     def relearn(self, method: str) -> None:
         """Drop the method's record, accounts and pause: the acceptance of its drafts has changed."""
-        self.learn()
+        self._learn()
         self.survival.forget(method)
         for key in [key for key in self.accounts if key[0] == method]:
             del self.accounts[key]
@@ -385,35 +415,27 @@ class AdaptivePolicy:
     # -- between runs
 
     def state(self) -> dict[str, Any]:
-        self.learn()
-        drafts = {method: [cost.price, cost.state()] for method, cost in self.draft_costs.items()}
+        self._learn()
         steps = [times.state() for times in self.step_times]
-        return {"steps": steps, "drafts": drafts, "survival": self.survival.state(), "length": self._length}
+        return {"steps": steps, "survival": self.survival.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a stored state; raise KeyError, TypeError or ValueError on one of another form, unchanged."""
         greedy, sampled = (times.of_state(one) for times, one in zip(self.step_times, state["steps"], strict=True))
-        draft_costs = {str(name): DraftCost.of_state(*one) for name, one in state["drafts"].items()}
-        survival, length = SurvivalTable.of_state(state["survival"]), float(state["length"])
-        if not 0 < length < 1e9:
-            raise ValueError("a length of another form")
-        self.step_times, self.draft_costs, self.survival = [greedy, sampled], draft_costs, survival
-        self._length = length
+        survival = SurvivalTable.of_state(state["survival"])
+        self.step_times, self.survival = [greedy, sampled], survival
         self.accounts.clear()
         self._observed.clear()
+        self._candidates.clear()
 
 
-def _variants(offers: Mapping[str, list[Offer]]) -> Iterator[Mapping[str, list[Offer]]]:
-    """Return the offers, and where a model has yet to read the tokens of some rows: without these rows, and with the
-    one of them that takes least."""
-    yield offers
-    for method, several in offers.items():
-        for offer in several:
-            unread = dict(zip(offer.rows, offer.unread, strict=False))
-            read = {row for row, tokens in unread.items() if tokens <= 2}
-            behind = sorted(unread.keys() - read, key=unread.__getitem__)
-            for rows in ([read] if behind and read else []) + ([read | {behind[0]}] if len(behind) > 1 else []):
-                yield {**offers, method: [_part(offer, rows)]}
+def _parts(offer: Offer) -> Iterator[Offer]:
+    """Return the offer for the rows that a model has read, and for these and the one that takes least to read."""
+    unread = dict(zip(offer.rows, offer.unread, strict=False))
+    read = {row for row, tokens in unread.items() if tokens <= 2}
+    behind = sorted(unread.keys() - read, key=unread.__getitem__)
+    for rows in ([read] if behind and read else []) + ([read | {behind[0]}] if len(behind) > 1 else []):
+        yield _part(offer, rows)
 
 
 def _part(offer: Offer, rows: set[int]) -> Offer:

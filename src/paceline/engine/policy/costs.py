@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from paceline.engine.batch import DraftWork
-from paceline.engine.policy.allocate import MOST_ROWS, Floats
 from paceline.engine.policy.priors import CPU, GRID, PassPrior
 
+MOST_ROWS = 4096  # rows; larger steps are timed as ones of this size
 SPEED_RATE = 0.2  # share of an unexpected time that the speed takes: other work slows a machine down for seconds
 FACTOR_RATE = 0.05  # share that a factor takes once it was seen often: shapes do not change while a machine runs
 OUTLIER = 2.0  # ratio; a time further off counts as this far off (a capture, a collection of garbage)
@@ -39,9 +39,14 @@ def size_of(count: int) -> int:
     return max(count - 1, 0).bit_length()
 
 
+def _surprise(seconds: float, expected: float) -> float:
+    """Return the log of measured over expected seconds, which one outlier does not move far."""
+    return math.log(min(max(seconds / max(expected, 1e-9), 1 / OUTLIER), OUTLIER))
+
+
 @functools.cache
-def _shape(prior: PassPrior) -> tuple[Floats, np.ndarray[Any, np.dtype[np.int64]], int]:
-    """Return, by rows, the prior's time against one row and the place in the grid; and the size of the grid."""
+def _shape(prior: PassPrior) -> tuple[list[float], list[int], list[int]]:
+    """Return, by rows, the prior's time against one row, the place in the grid, and the rows of the padded pass."""
     grid, rows = np.array(prior.padded_to or GRID), np.minimum(np.arange(2 * MOST_ROWS + 2), MOST_ROWS)
     above = np.minimum(np.searchsorted(grid, rows), len(grid) - 1)
     below = np.maximum(above - 1, 0)
@@ -49,55 +54,91 @@ def _shape(prior: PassPrior) -> tuple[Floats, np.ndarray[Any, np.dtype[np.int64]
     padded = np.maximum(grid[above], rows) if prior.padded_to else np.maximum(rows, 1)
     known, times = np.array(prior.times).T
     share = np.interp(padded, known, times) * np.maximum(padded / known[-1], 1.0)
-    return share / share[1], point, len(grid)
+    return (share / share[1]).tolist(), point.tolist(), padded.tolist()
 
 
-def _surprise(seconds: float, expected: float) -> float:
-    """Return the log of measured over expected seconds, which one outlier does not move far."""
-    return math.log(min(max(seconds / max(expected, 1e-9), 1 / OUTLIER), OUTLIER))
+@functools.cache
+def _near(points: int) -> list[list[float]]:
+    """Return the weights of the points of the grid for each other."""
+    return [[NEIGHBOUR ** abs(one - other) for other in range(points)] for one in range(points)]
+
+
+class Factors:
+    """Ratios of measured to expected times by place in the grid, which neighbouring places share."""
+
+    def __init__(self, points: int) -> None:
+        self.sums, self.seen = [0.0] * points, [0.0] * points  # of logs, and steps that gave them
+        self._near_sums, self._near_seen = list(self.sums), list(self.seen)
+
+    def log_at(self, point: int, otherwise: float = 0.0) -> float:
+        """Return the log of a factor; `otherwise`: where no step came near. One step far away counts fully if there is
+        none nearer."""
+        few, seen = NEIGHBOUR ** len(self.seen), self._near_seen[point]
+        return self._near_sums[point] / (seen + few) if seen > few else otherwise
+
+    def learn(self, point: int, off: float, smooth: float) -> float:
+        """Correct a factor, which was taken to be `smooth`, and return the part of `off` that is left."""
+        before = self.seen[point]
+        seen = min(before + 1, 1 / FACTOR_RATE)
+        factor = (self.sums[point] / before if before else smooth) + off / seen
+        self._change(point, seen * factor, seen)
+        return off * (1 - 1 / seen)
+
+    def _change(self, point: int, sums: float, seen: float) -> None:
+        near = _near(len(self.seen))[point]
+        more, more_seen = sums - self.sums[point], seen - self.seen[point]
+        self.sums[point], self.seen[point] = sums, seen
+        self._near_sums = [one + weight * more for one, weight in zip(self._near_sums, near, strict=True)]
+        self._near_seen = [one + weight * more_seen for one, weight in zip(self._near_seen, near, strict=True)]
+
+    def scale(self, sums: float, seen: float) -> None:
+        self.sums, self._near_sums = [one * sums for one in self.sums], [one * sums for one in self._near_sums]
+        self.seen, self._near_seen = [one * seen for one in self.seen], [one * seen for one in self._near_seen]
+
+    def load(self, sums: SequenceOf[float], seen: SequenceOf[float]) -> None:
+        """Take over the factors of an earlier run, each as one step."""
+        for point, (one, steps) in enumerate(zip(sums, seen, strict=True)):
+            if steps:
+                once = max(float(steps), 1.0)
+                self._change(point, float(one) / once, float(steps) / once)
 
 
 class StepTimes:
     """Seconds of steps that differ in their rows alone."""
 
     def __init__(self, prior: PassPrior = CPU) -> None:
-        self._prior, (self._share, self._point, points) = prior, _shape(prior)
+        self._prior, (self._share, self._point, self._padded) = prior, _shape(prior)
         self.speed: float | None = None  # seconds of a plain step of one row
         self._log_slope, self._doubt = 0.0, SLOPE_DOUBT  # log of the row slope, and its variance
-        # Of plain and of drafted steps, by place in the grid: sums of the factors' logs, and steps that gave them.
-        self._sums, self._seen = np.zeros((2, points)), np.zeros((2, points))
-        self._near = NEIGHBOUR ** np.abs(np.arange(points)[:, None] - np.arange(points))
-        self._smooth: tuple[Floats, Floats] | None = None  # logs of factors by place in the grid, until they change
+        self._slope = 1.0
+        points = self._point[-1] + 1
+        self._factors = Factors(points), Factors(points)  # of plain and of drafted steps
+        self._first_row_s = dict[int, float](), dict[int, float]()  # speed x factor, until they change
 
-    def _factors(self) -> tuple[Floats, Floats]:
-        """Return the logs of the factors of plain and of drafted steps. Neighbouring counts of rows share them: a count
-        never seen is as far off as they are, and drafted steps hardly seen are as far off as plain ones."""
-        if self._smooth is None:
-            plain, drafted = self._near @ self._sums[0], self._near @ self._sums[1]
-            seen, drafted_seen = self._near @ self._seen[0], self._near @ self._seen[1]
-            few = NEIGHBOUR ** len(seen)
-            plain /= seen + few
-            self._smooth = plain, np.where(drafted_seen > few, drafted / (drafted_seen + few), plain)
-        return self._smooth
+    def _log_factor(self, point: int, drafted: bool) -> float:
+        """Return the log of a factor. Drafted steps hardly seen are as far off as plain ones."""
+        plain = self._factors[False].log_at(point)
+        return self._factors[True].log_at(point, plain) if drafted else plain
 
-    def seconds(self, rows: int) -> float:
-        """Return the seconds of a plain step."""
+    def seconds(self, rows: int, *, drafted: bool = False) -> float:
+        """Return the seconds of a step."""
         rows = min(rows, MOST_ROWS)
-        shape = 1 + math.exp(self._log_slope) * (self._share.item(rows) - 1)
-        return (self.speed or 1.0) * shape * math.exp(self._factors()[0].item(self._point.item(rows)))
+        point = self._point[rows]
+        first = self._first_row_s[drafted].get(point)
+        if first is None:
+            first = (self.speed or 1.0) * math.exp(self._log_factor(point, drafted))
+            self._first_row_s[drafted][point] = first
+        return first * (1 + self._slope * (self._share[rows] - 1))
 
-    def seconds_with(self, base: int, nodes: int) -> Floats:
-        """Return the seconds of steps with 1, 2, ..., nodes drafted nodes beside `base` rows, non-decreasing."""
-        first = min(base, MOST_ROWS) + 1
-        slope, share = math.exp(self._log_slope), self._share[first : first + nodes]
-        seconds = (1 - slope + slope * share) * np.exp(self._factors()[1])[self._point[first : first + nodes]]
-        return np.asarray(np.maximum.accumulate(seconds) * (self.speed or 1.0))
+    def padded(self, rows: int) -> int:
+        """Return the rows of the pass that computes some rows."""
+        return max(self._padded[min(rows, MOST_ROWS)], rows)
 
     def observe(self, rows: int, seconds: float, *, drafted: bool) -> None:
         """Learn from a step."""
-        rows, kind = min(rows, MOST_ROWS), int(drafted)
-        grows, point = math.exp(self._log_slope) * (self._share.item(rows) - 1), self._point.item(rows)
-        smooth = self._factors()[kind].item(point)
+        rows = min(rows, MOST_ROWS)
+        grows, point = self._slope * (self._share[rows] - 1), self._point[rows]
+        smooth = self._log_factor(point, drafted)
         if self.speed is None:
             self.speed = seconds / (1 + grows) / math.exp(smooth)
         off = _surprise(seconds, self.speed * (1 + grows) * math.exp(smooth))
@@ -106,21 +147,22 @@ class StepTimes:
         gain = weight * self._doubt / (weight * weight * self._doubt + NOISE)
         self._log_slope += gain * off
         self._doubt = max(self._doubt * (1 - gain * weight), FACTOR_RATE * NOISE)  # a machine may change
-        off *= 1 - gain * weight
-        before = self._seen.item(kind, point)
-        seen = min(before + 1, 1 / FACTOR_RATE)
-        factor = (self._sums.item(kind, point) / before if before else smooth) + off / seen
-        self._sums[kind, point], self._seen[kind, point], self._smooth = seen * factor, seen, None
-        self.speed *= math.exp(SPEED_RATE * off * (1 - 1 / seen))
+        left = self._factors[drafted].learn(point, off * (1 - gain * weight), smooth)
+        self.speed *= math.exp(SPEED_RATE * left)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._slope = math.exp(self._log_slope)
+        for known in self._first_row_s:
+            known.clear()
 
     def fade(self) -> None:
         """Halve the factors and weights of drafted steps: none was taken for long, so they are due for a trial."""
-        self._sums[1] /= 4
-        self._seen[1] /= 2
-        self._smooth = None
+        self._factors[True].scale(1 / 4, 1 / 2)
+        self._changed()
 
     def state(self) -> dict[str, Any]:
-        sums, seen = self._sums.tolist(), self._seen.tolist()
+        sums, seen = [one.sums for one in self._factors], [one.seen for one in self._factors]
         return {"slope": self._log_slope, "doubt": self._doubt, "sums": sums, "seen": seen}
 
     def of_state(self, state: Mapping[str, Any]) -> StepTimes:
@@ -129,11 +171,13 @@ class StepTimes:
         table = StepTimes(self._prior)
         sums, seen = np.array(state["sums"], np.float64), np.array(state["seen"], np.float64)
         slope, doubt = float(state["slope"]), float(state["doubt"])
-        fits = sums.shape == seen.shape == table._sums.shape and abs(slope) < 10 and 0 < doubt < 10
+        fits = sums.shape == seen.shape == (2, len(self._factors[0].seen)) and abs(slope) < 10 and 0 < doubt < 10
         if not fits or not (np.abs(sums) < 1e3).all() or not ((seen >= 0) & (seen < 1e3)).all():
             raise ValueError("step times of another form")
-        once = np.maximum(seen, 1.0)  # a factor of an earlier run counts for one step
-        table._sums, table._seen, table._log_slope, table._doubt = sums / once, seen / once, slope, doubt
+        for factors, *columns in zip(table._factors, sums, seen, strict=True):
+            factors.load(*columns)
+        table._log_slope, table._doubt = slope, doubt
+        table._changed()
         return table
 
 
@@ -171,9 +215,7 @@ class DraftCost:
         else:
             key, expected, taken = size_of(rows), drafting_s + read_s, work.seconds
         seen = self.factors.get(key, (0.0, 0.0))[1] + 1
-        most = (
-            MOST_OFF if self._is_guess and seen <= 2 else math.log(OUTLIER)
-        )  # first drafts may allocate, and take long
+        most = MOST_OFF if self._is_guess and seen <= 2 else math.log(OUTLIER)  # first drafts may allocate
         off = min(max(math.log(max(taken, 1e-9) / max(expected, 1e-9)), -most), most)
         factor = self._factor(key) + off * max(1 / seen, RECENT)
         self.factors[key] = min(max(factor, -MOST_OFF), MOST_OFF), seen
@@ -184,17 +226,3 @@ class DraftCost:
         if not self.is_fresh:
             self.factors = {key: (factor / 2, seen) for key, (factor, seen) in self.factors.items()}
         self.is_fresh = False
-
-    def state(self) -> list[tuple[int, float, float]]:
-        return [(key, *factor) for key, factor in self.factors.items()]
-
-    @classmethod
-    def of_state(cls, price: float, state: SequenceOf[SequenceOf[float]]) -> DraftCost:
-        """Return the cost that `state` described; raise ValueError where it has another form."""
-        cost = cls(float(price))
-        cost.factors = {int(key): (float(factor), min(float(seen), 1.0)) for key, factor, seen in state}
-        if not 0 < float(price) < 1e3 or not all(
-            abs(factor) <= MOST_OFF and seen > 0 for factor, seen in cost.factors.values()
-        ):
-            raise ValueError("draft times of another form")
-        return cost

@@ -24,7 +24,7 @@ from paceline.models.load.hub import cache_home
 from paceline.models.load.open_model import LoadedModel
 
 log = logging.getLogger("paceline")
-FORMAT = 7
+FORMAT = 8
 MOST_BYTES = 16 << 20  # of a file that is read
 
 

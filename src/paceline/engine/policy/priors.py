@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from paceline.config import MAX_K
 from paceline.models.buckets import STEPS
 from paceline.models.decoder import Decoder
@@ -19,7 +17,7 @@ GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96,
 BUCKETS = (1, 2, 3, 4, 6, 9, 16)  # levels at which a new record begins
 BANDS = (0, 1, 2, 4, 8, 16, 32, MAX_K)  # first nodes of the bands of a tree whose records are taken together
 # Share of trees whose n-th node is accepted: 2.5 tokens of 15 nodes, 3.2 of 60, as measured on trained drafters.
-TREE_GUESS = 0.7 * (1 + np.arange(MAX_K) / 2) ** -1.35
+TREE_GUESS = [0.7 * (1 + node / 2) ** -1.35 for node in range(MAX_K)]
 
 
 @dataclass(frozen=True)
