@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
 
 
 class ChainRecord:
-    """By depth: drafts that reached it, and drafts whose token there was accepted."""
+    """Columns by depth: drafts that reached it, and drafts whose token there was accepted."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -75,7 +75,7 @@ class ChainRecord:
 
 
 class TreeRecord:
-    """By band: nodes that might have been drafted, the acceptance guessed of them, nodes accepted, and drafted."""
+    """Columns by band of nodes: might have been drafted, acceptance guessed of these, accepted, drafted."""
 
     def __init__(self) -> None:
         self.columns = [[0.0] * len(SIZES) for _ in range(4)]
