@@ -24,8 +24,8 @@ from paceline.models.backends.cuda.kernels import TritonKernels
 from paceline.models.backends.cuda.linear import Rotary, linear
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.load.loader import expected_shapes
-from paceline.models.spec import ModelConfig
+from paceline.models.load.placement import expected_shapes
+from paceline.models.spec import ModelConfig, uniform
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 from paceline.platform.launch import INTERPRETED
 from paceline.platform.triton import parallel_compile
@@ -77,7 +77,7 @@ def bits(kinds: list[str], tiny: bool) -> dict[str, Any]:
     for kind, (name, (n, k)) in itertools.product(kinds, (TINY_LINEARS if tiny else LINEARS).items()):
         weight, bias = made(kind, n, k), 0.1 * torch.randn(n, device=DEVICE).to(BF16)
         packed = kernels.pack(weight, bias)
-        x, gated = torch.randn(max(several), k, device=DEVICE).to(BF16), name == "gate_up"
+        x, gated = torch.randn(max(several), k, device=DEVICE).to(BF16), "silu" if name == "gate_up" else None
         if not INTERPRETED:
             with parallel_compile():
                 for rows in several:
@@ -151,7 +151,7 @@ class Coded(Mapping[str, Tensor | StoredWeight]):
 
 
 def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
-    config = ModelConfig(
+    config = uniform(
         architecture="llama", vocab_size=512 if tiny else 49152, hidden_size=64 if tiny else SIZE.hidden,
         intermediate_size=128 if tiny else SIZE.intermediate, num_layers=2 if tiny else SIZE.layers,
         num_heads=2 if tiny else SIZE.heads, num_kv_heads=1 if tiny else SIZE.kv_heads,

@@ -200,11 +200,11 @@ def bare(subject: Subject) -> dict[str, Any]:
     config = transformers.LlamaConfig(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
+        intermediate_size=c.layer.inner,
         num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
+        num_attention_heads=c.layer.heads,
+        num_key_value_heads=c.layer.kv_heads,
+        head_dim=c.layer.head_dim,
         max_position_embeddings=c.max_positions,
         tie_word_embeddings=False,
     )

@@ -14,27 +14,28 @@ from paceline.models.kernels import kernels_for
 from paceline.models.load.hub import resolve
 from paceline.models.load.loader import load_config, load_weights
 from paceline.models.load.open_model import LoadedModel
-from paceline.models.spec import ModelConfig, RopeConfig
+from paceline.models.spec import ModelConfig, RopeConfig, uniform
 from paceline.models.weights import Dtypes
 from paceline.text.tokenizer import Tokenizer
 
 TINY = Size(hidden=256, layers=3, heads=16, kv_heads=4, head_dim=32, intermediate=512)
-SMALL = ModelConfig(
-    architecture="llama",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_positions=8192,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=100_000.0),
-    tie_embeddings=True,
-    eos_token_ids=(2,),
-)
+SMALL = {
+    "architecture": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_layers": 30,
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 64,
+    "max_positions": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope": RopeConfig(theta=100_000.0),
+    "tie_embeddings": True,
+    "eos_token_ids": (2,),
+}
 TINY_SMALL = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 128, "num_layers": 2, "num_heads": 6}
+TINY_SMALL |= {"num_kv_heads": 2, "head_dim": 16}
 
 
 class Subject:
@@ -51,9 +52,7 @@ class Subject:
     def small_config(self) -> ModelConfig:
         if not self.random:
             return load_config(self.path)
-        if not self.tiny:
-            return SMALL
-        return replace(SMALL, **TINY_SMALL, num_kv_heads=2, head_dim=16)
+        return uniform(**{**SMALL, **TINY_SMALL} if self.tiny else SMALL)
 
     @functools.cached_property
     def small_weights(self) -> dict[str, torch.Tensor]:
@@ -91,14 +90,14 @@ class Subject:
 
 def random_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    hidden, inter = config.hidden_size, config.intermediate_size
+    hidden, inter = config.hidden_size, config.layer.inner
     shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}.self_attn.{n}_proj.weight": (config.kv_size, hidden) for n in "kv"}
-        shapes[f"{at}.self_attn.q_proj.weight"] = (config.q_size, hidden)
-        shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, config.q_size)
+        shapes |= {f"{at}.self_attn.{n}_proj.weight": (config.layer.kv_size, hidden) for n in "kv"}
+        shapes[f"{at}.self_attn.q_proj.weight"] = (config.layer.q_size, hidden)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, config.layer.q_size)
         shapes |= {f"{at}.mlp.{n}_proj.weight": (inter, hidden) for n in ("gate", "up")}
         shapes[f"{at}.mlp.down_proj.weight"] = (hidden, inter)
     return {

@@ -33,17 +33,14 @@ class Size:
 
 
 def large_config(small: ModelConfig, size: Size) -> ModelConfig:
-    return replace(
-        small,
+    large = replace(
+        small.of_depth(size.layers),
         hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_layers=size.layers,
-        num_heads=size.heads,
-        num_kv_heads=size.kv_heads,
-        head_dim=size.head_dim,
         rms_norm_eps=small.rms_norm_eps * small.hidden_size / size.hidden,
         tie_embeddings=False,
     )
+    sizes = {"heads": size.heads, "kv_heads": size.kv_heads, "head_dim": size.head_dim, "inner": size.intermediate}
+    return large.with_layers(**sizes, scale=1 / math.sqrt(size.head_dim))
 
 
 class Yardstick(Mapping[str, Tensor]):
@@ -54,9 +51,9 @@ class Yardstick(Mapping[str, Tensor]):
     ) -> None:
         assert size.hidden >= small.hidden_size
         assert size.layers >= small.num_layers
-        assert size.kv_heads >= small.num_kv_heads
-        assert size.head_dim % small.head_dim == 0
-        assert size.heads // size.kv_heads >= small.num_heads // small.num_kv_heads
+        assert size.kv_heads >= small.layer.kv_heads
+        assert size.head_dim % small.layer.head_dim == 0
+        assert size.heads // size.kv_heads >= small.layer.heads // small.layer.kv_heads
         self.small, self.size, self._weights, self._device, self._dtype = small, size, weights, device, dtype
         self.config = large_config(small, size)
         self._generator = torch.Generator(device).manual_seed(0)
@@ -91,20 +88,20 @@ class Yardstick(Mapping[str, Tensor]):
         if "layernorm" in part:
             return self._norm(source if source is not None else torch.ones(small.hidden_size))
         if part.startswith("self_attn.o_proj"):
-            lanes = self._head_lanes(small.num_heads, query=True)
+            lanes = self._head_lanes(small.layer.heads, query=True)
             # A query head that is all zeros attends to everything alike: what it gives is no zero and must not count.
-            heads = size.heads // size.kv_heads * small.num_kv_heads
+            heads = size.heads // size.kv_heads * small.layer.kv_heads
             return self._output(source, size.heads * size.head_dim, lanes, self._lanes_of(torch.arange(heads)))
         if part.startswith("self_attn"):
             query = part.startswith("self_attn.q")
             heads = size.heads if query else size.kv_heads
-            lanes = self._head_lanes(small.num_heads if query else small.num_kv_heads, query=query)
+            lanes = self._head_lanes(small.layer.heads if query else small.layer.kv_heads, query=query)
             # The scores' 1 / sqrt(head_dim) shrinks with the larger heads; q makes up for it.
-            gain = math.sqrt(size.head_dim / small.head_dim) if query else 1.0
+            gain = math.sqrt(size.head_dim / small.layer.head_dim) if query else 1.0
             return self._rows(source, heads * size.head_dim, lanes, gain)
         if part.startswith("mlp.down_proj"):
-            return self._output(source, size.intermediate, torch.arange(small.intermediate_size))
-        return self._rows(source, size.intermediate, torch.arange(small.intermediate_size), 1.0)
+            return self._output(source, size.intermediate, torch.arange(small.layer.inner))
+        return self._rows(source, size.intermediate, torch.arange(small.layer.inner), 1.0)
 
     def _head_lanes(self, heads: int, *, query: bool) -> Tensor:
         """Return where each lane of the small model's heads goes: RoPE frequencies and GQA groups are kept.
@@ -112,13 +109,13 @@ class Yardstick(Mapping[str, Tensor]):
         Lane i of a head turns with frequency i / (d / 2): i of the first half goes to s i, and so does the second.
         """
         small, size = self.small, self.size
-        group, large_group = small.num_heads // small.num_kv_heads, size.heads // size.kv_heads
+        group, large_group = small.layer.heads // small.layer.kv_heads, size.heads // size.kv_heads
         head = torch.arange(heads)
         place = large_group * (head // group) + head % group if query else head
         return self._lanes_of(place)
 
     def _lanes_of(self, heads: Tensor) -> Tensor:
-        lane = torch.arange(self.small.head_dim // 2) * (self.size.head_dim // self.small.head_dim)
+        lane = torch.arange(self.small.layer.head_dim // 2) * (self.size.head_dim // self.small.layer.head_dim)
         within = torch.cat([lane, self.size.head_dim // 2 + lane])
         return (heads[:, None] * self.size.head_dim + within).flatten()
 
@@ -184,7 +181,7 @@ def large_drafter(
     def head_norm(tensor: Tensor, *, query: bool) -> Tensor:
         """A norm over twice the lanes, half of them zero, is larger by the square root; scores shrink by as much."""
         out = torch.ones(size.head_dim, device=device)
-        shrink = math.sqrt(body.head_dim / size.head_dim)
+        shrink = math.sqrt(body.layer.head_dim / size.head_dim)
         lanes = source._lanes_of(torch.zeros(1, dtype=torch.int64))
         out[lanes.to(device)] = tensor.to(device) * (1.0 if query else shrink)
         return out
@@ -206,9 +203,8 @@ def large_drafter(
             found[name] = padded(tensor)
         else:  # over the vocabulary
             found[name] = tensor
-    large = replace(
-        source.config, architecture="qwen3", qk_norm=body.qk_norm, max_positions=max(body.max_positions, 1 << 15)
-    )
+    large = replace(source.config, architecture="qwen3", max_positions=max(body.max_positions, 1 << 15))
+    large = large.with_layers(qk_norm=body.layer.qk_norm)
     target = replace(config.target, hidden_size=size.hidden, num_layers=0, embedding_sample=())
     return replace(config, body=large, target=target), found
 

@@ -38,7 +38,6 @@ from paceline.engine.policy import DraftPlan, FixedPolicy
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
-from paceline.models.spec import ModelConfig
 from paceline.sampling_params import SamplingParams
 from paceline.training.export import export, target_of
 
@@ -141,7 +140,7 @@ def reverse(python: str) -> dict[str, Any]:
 def reverse_eagle3(folder: Path) -> dict[str, Any]:
     expected = load_file(folder / "expected.bin")
     config, tensors = read(folder)
-    target = ModelConfig(**{**vars(config.body), "num_layers": 6})
+    target = config.body.of_depth(6)
     layer = EagleLayer(config, tensors, target, TorchKernels(), device=torch.device("cpu"))
     size = len(expected["tokens"])
     layer.bind(size)

@@ -14,7 +14,8 @@ import torch
 
 from paceline.errors import UnsupportedModel
 from paceline.files.gguf import import_gguf
-from paceline.models.load.gguf_model import ARCHITECTURES, LAYER_NAMES, TOP_NAMES
+from paceline.models.load.convert import WRITTEN
+from paceline.models.load.gguf_model import LAYER_NAMES, TOP_NAMES
 from paceline.models.load.loader import load_config, load_weights
 from paceline.models.spec import ModelConfig
 
@@ -24,9 +25,9 @@ TOP_OF = {ours: theirs for theirs, ours in TOP_NAMES.items()}
 
 def write_float_gguf(folder: Path, path: Path) -> None:
     config = load_config(folder)
-    if config.architecture not in ARCHITECTURES or config.rope.kind != "default" or config.windows:
+    if config.architecture not in WRITTEN or config.layer.rope.kind != "default" or config.windows:
         raise UnsupportedModel(
-            f"{folder} cannot be written as GGUF here: only {', '.join(ARCHITECTURES)} without RoPE scaling or sliding "
+            f"{folder} cannot be written as GGUF here: only {', '.join(WRITTEN)} without RoPE scaling or sliding "
             "windows; name a GGUF file made by llama.cpp with --gguf"
         )
     partial = path.with_suffix(".partial")
@@ -45,13 +46,13 @@ def _write_config(writer: Any, config: ModelConfig) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_feed_forward_length(config.layer.inner)
+    writer.add_head_count(config.layer.heads)
+    writer.add_head_count_kv(config.layer.kv_heads)
+    writer.add_key_length(config.layer.head_dim)
+    writer.add_value_length(config.layer.head_dim)
+    writer.add_rope_dimension_count(config.layer.head_dim)
+    writer.add_rope_freq_base(config.layer.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
@@ -68,9 +69,9 @@ def gguf_name(name: str) -> str:
 def gguf_values(name: str, tensor: torch.Tensor, config: ModelConfig) -> npt.NDArray[np.float32]:
     values = tensor.to(torch.float32).numpy()
     if config.architecture == "llama" and ".q_proj." in name:
-        return interleave(values, config.num_heads)
+        return interleave(values, config.layer.heads)
     if config.architecture == "llama" and ".k_proj." in name:
-        return interleave(values, config.num_kv_heads)
+        return interleave(values, config.layer.kv_heads)
     return values
 
 

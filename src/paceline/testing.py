@@ -16,13 +16,13 @@ from torch import Tensor
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
 from paceline.models.plan import ModelOutput, PassPlan
-from paceline.models.spec import ModelConfig
+from paceline.models.spec import ModelConfig, uniform
 
 HIDDEN = 4
 
 
 def toy_config(vocab_size: int = 11, max_positions: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-    return ModelConfig(
+    return uniform(
         architecture="llama",
         vocab_size=vocab_size,
         hidden_size=HIDDEN,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.load.loader import expected_shapes
+from paceline.models.load.placement import expected_shapes
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
 from paceline.platform.triton import compile_together
 from paceline.testing import logits_of
@@ -58,7 +58,7 @@ def coded(kind: str, n: int, k: int, group: int, shift: str, dtype: torch.dtype,
 def uses(x: Tensor, packed: Linear) -> list[Tensor]:
     from paceline.models.backends.cuda.linear import linear
 
-    return [linear(x, packed, gated=True), linear(x, packed, out_dtype=torch.float32)]
+    return [linear(x, packed, gated="silu"), linear(x, packed, out_dtype=torch.float32)]
 
 
 @pytest.mark.parametrize(("kind", "shift", "group", "dtype", "shape"), FORMS)

@@ -124,7 +124,7 @@ def test_launches_of_a_hopper_overlap_and_use_its_own_kernels(monkeypatch: pytes
 
 @pytest.mark.parametrize("refused", ["mixed devices", "an array", "a kernel", "a read in a capture"])
 def test_the_device_refuses_what_a_gpu_refuses(refused: str) -> None:
-    from paceline.models.backends.cuda.elementwise import silu_mul
+    from paceline.models.backends.cuda.elementwise import gate
     from paceline.platform.cuda_graph import GraphRecorder
 
     with fake_cuda() as device:
@@ -134,7 +134,7 @@ def test_the_device_refuses_what_a_gpu_refuses(refused: str) -> None:
         actions = {
             "mixed devices": lambda: tensor + host,
             "an array": tensor.numpy,
-            "a kernel": lambda: silu_mul(host),
+            "a kernel": lambda: gate(host),
             "a read in a capture": lambda: GraphRecorder().capture(tensor.tolist),
         }
         with pytest.raises((AssertionError, TypeError, RuntimeError)):

@@ -84,7 +84,7 @@ def further_kernels(device: torch.device, dtype: torch.dtype) -> None:
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(shape).to(device, dtype)
 
-    elementwise.silu_mul(numbers(3, 64))
+    elementwise.gate(numbers(3, 64))
     weight, x = kernels.pack(numbers(64, 4096)), numbers(3, 4096)
     parts = linear.linear(x, weight, in_segments=True)
     elementwise.rms_norm(numbers(3, 64), parts, numbers(64), 1e-5)

@@ -6,15 +6,15 @@ import torch
 
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.load.loader import expected_shapes
-from paceline.models.spec import ModelConfig
+from paceline.models.load.placement import expected_shapes
+from paceline.models.spec import ModelConfig, uniform
 from paceline.models.weights import Dtypes
 
 
 def llama(**sizes: int) -> ModelConfig:
     usual = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64, "max_positions": 512}
     usual |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    return ModelConfig(architecture="llama", tie_embeddings=True, **{**usual, **sizes})
+    return uniform(architecture="llama", tie_embeddings=True, **{**usual, **sizes})
 
 
 def random_weights(config: ModelConfig, spread: float) -> dict[str, torch.Tensor]:

@@ -79,7 +79,7 @@ def final_and_head(decoder, tokens):
     at, tables = torch.arange(LENGTH), torch.zeros(1, 1, dtype=torch.int32)
     plan = PassPlan.in_order(at, at, torch.zeros_like(at), tables, LENGTH, LENGTH)
     output = decoder.forward(torch.tensor(tokens), plan, cache.layers, at, (FINAL,))
-    return output.logits, decoder.kernels.logits(output.taps[:, 0].contiguous(), decoder.head)
+    return output.logits, decoder.logits(output.taps[:, 0].contiguous())
 
 
 def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(tiny):
@@ -148,14 +148,14 @@ def test_rotary_tables_grow_with_the_passes_and_keep_their_bits(tmp_path, monkey
     decoder = load_model(tmp_path, dtype="float32", device="cpu").decoder
     tokens = random.Random(5).choices(range(decoder.config.vocab_size), k=LENGTH)
     whole = logits_of(decoder, tokens, [LENGTH])
-    assert len(decoder.shape(1).cos) == LEAST_POSITIONS
+    assert decoder.shape(1).positions == LEAST_POSITIONS
     monkeypatch.setattr("paceline.models.decoder.LEAST_POSITIONS", 8)
     grown = load_model(tmp_path, dtype="float32", device="cpu").decoder
     assert torch.equal(logits_of(grown, tokens, [7] * 12 + [6]), whole)
-    assert len(grown.shape(1).cos) == 128
-    longest = rope_tables(decoder.config.rope, decoder.config.head_dim, 5000, decoder.device)
+    assert grown.shape(1).positions == 128
+    longest = rope_tables(decoder.config.layer.rope, decoder.config.layer.head_dim, 5000, decoder.device)
     for length in (1, 8, 100, 1001, 4096):
-        tables = rope_tables(decoder.config.rope, decoder.config.head_dim, length, decoder.device)
+        tables = rope_tables(decoder.config.layer.rope, decoder.config.layer.head_dim, length, decoder.device)
         assert all(torch.equal(one, full[:length]) for one, full in zip(tables, longest, strict=True))
 
 

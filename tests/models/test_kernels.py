@@ -22,6 +22,7 @@ from paceline.models.backends.torch import TorchKernels
 from paceline.models.kernels import Kernels, Layer, LayerByLayer, RopeArgs, StackParams, kernels_for
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.spec import HEAD, LayerSpec
 from paceline.native import library as native_library
 from paceline.native.library import VARIANTS, library_status, open_library, runnable_variants
 from tests.helpers.errors import refused
@@ -193,15 +194,15 @@ def test_rms_norm_matches_the_reference(native: NativeKernels, hidden: int) -> N
     check_norms(native, hidden)
 
 
-def test_silu_mul_matches_the_reference_over_the_whole_range(native: NativeKernels) -> None:
+def test_the_gate_matches_the_reference_over_the_whole_range(native: NativeKernels) -> None:
     gate = torch.cat([torch.linspace(-110, 110, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e4, 1e4])])
-    got = native.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    got = native.gate(torch.cat([gate, torch.ones_like(gate)])[None])[0]
     expected = torch.nn.functional.silu(gate.double())
     torch.testing.assert_close(got.double(), expected, rtol=4e-7, atol=2e-36)  # e^x is 0 below the normal numbers
 
 
 def test_not_a_number_stays_visible(native: NativeKernels) -> None:
-    assert native.silu_mul(torch.full((1, 34), float("nan"))).isnan().all()
+    assert native.gate(torch.full((1, 34), float("nan"))).isnan().all()
     assert native.rms_norm(torch.full((1, 17), float("nan")), torch.ones(17), 1e-5).isnan().all()
 
 
@@ -211,13 +212,13 @@ def test_rows_of_the_elementwise_kernels_have_the_same_bits_among_any_rows(nativ
     added = torch.cat(
         [native.add_rms_norm(a[None], b[None].clone(), weight, 1e-6) for a, b in zip(x, residual, strict=True)]
     )
-    activated = torch.cat([native.silu_mul(row[None]) for row in x])
+    activated = torch.cat([native.gate(row[None]) for row in x])
     for count in (1, 2):
         threads(count)
         for rows in (1, 2, 3, 17, 40, 90):
             assert torch.equal(native.rms_norm(x[-rows:], weight, 1e-6), alone[-rows:])
             assert torch.equal(native.add_rms_norm(x[-rows:], residual[-rows:].clone(), weight, 1e-6), added[-rows:])
-            assert torch.equal(native.silu_mul(x[-rows:]), activated[-rows:])
+            assert torch.equal(native.gate(x[-rows:]), activated[-rows:])
 
 
 # ---- rotary embedding and the cache ----------------------------------------------------------------------------------
@@ -535,21 +536,30 @@ def test_layers_in_one_call_are_the_same_bits_as_call_by_call(native, dtype, sto
 
     layers = [
         Layer(
+            spec=LayerSpec(
+                heads=q_heads,
+                kv_heads=kv_heads,
+                head_dim=dim,
+                inner=inner,
+                window=4 if index == 1 else None,
+                qk_norm=HEAD if index else None,
+            ),
             input_norm=torch.rand(hidden) + 0.5,
             qkv=weight((q_heads + 2 * kv_heads) * dim, hidden, bias=True),
             q_norm=torch.rand(dim) + 0.5 if index else None,
             k_norm=torch.rand(dim) + 0.5 if index else None,
             output=weight(hidden, q_heads * dim),
+            attention_norm=None,
             mlp_norm=torch.rand(hidden) + 0.5,
             gate_up=weight(2 * inner, hidden),
             down=weight(hidden, inner, bias=True),
-            window=4 if index == 1 else None,
+            down_norm=None,
         )
         for index in range(3)
     ]
     positions = ints(range(rows))
     plan = PassPlan.in_order(positions, positions, torch.zeros_like(positions), ints([[0]]), BLOCK, rows)
-    shape = StackParams(torch.rand(rows, dim // 2), torch.rand(rows, dim // 2), 1e-5, dim**-0.5, q_heads)
+    shape = StackParams(((torch.rand(rows, dim // 2), torch.rand(rows, dim // 2)),) * 3, 1e-5)
     embedded, results = torch.randn(rows, hidden), []
     for make in (native.stack, functools.partial(LayerByLayer, native)):
         caches = [LayerCache(torch.zeros(BLOCK, kv_heads, dim), torch.zeros(BLOCK, kv_heads, dim)) for _ in layers]

@@ -29,7 +29,7 @@ from benchmarks.peers.report import (
 from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, interpreter
 from paceline.errors import UnsupportedModel
 from paceline.files.gguf import GGUFFile
-from paceline.models.load.gguf_model import gguf_config, gguf_names, gguf_weight
+from paceline.models.load.gguf_model import gguf_config, gguf_names
 from paceline.models.load.loader import load_config, load_weights
 from paceline.platform.cpu import usable_cores
 from tests.helpers.tiny import save_tiny
@@ -210,11 +210,12 @@ def test_the_float_gguf_holds_the_folders_weights_and_shape(tmp_path: Path) -> N
     write_float_gguf(tmp_path / "model", tmp_path / "model.gguf")
     config, file = load_config(tmp_path / "model"), GGUFFile(tmp_path / "model.gguf")
     found, names = gguf_config(file), gguf_names(file)
-    assert (found.num_layers, found.num_heads, found.num_kv_heads, found.rope) == (3, 6, 2, config.rope)
+    assert (found.num_layers, found.layer.heads, found.layer.kv_heads, found.layer.rope) == (3, 6, 2, config.layer.rope)
     weights = load_weights(tmp_path / "model", config)
     assert names.keys() == weights.keys()
+    placed = load_weights(tmp_path / "model.gguf", found)
     for name, weight in weights.items():
-        assert torch.equal(gguf_weight(file, names[name], found).numbers(), weight.numbers()), name
+        assert torch.equal(placed[name].numbers(), weight.numbers()), name
 
 
 def test_a_model_llama_cpp_would_read_differently_is_not_written(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from paceline.drafters.eagle import checkpoint as eagle_checkpoint
 from paceline.drafters.folder import TargetShape
 from paceline.drafters.heads import checkpoint as medusa_checkpoint
 from paceline.errors import BrokenModel, ModelNotFound, UnsupportedModel
-from paceline.models.spec import ModelConfig
+from paceline.models.spec import uniform
 from paceline.training.export import ExportTarget, export
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.eagle.eagles import config_for, random_tensors
@@ -40,7 +40,7 @@ def eagle3(folder, **flags):
 
 
 def block(folder, **changes):
-    body = ModelConfig(
+    body = uniform(
         architecture="qwen3",
         vocab_size=CONFIG.vocab_size,
         hidden_size=CONFIG.hidden_size,
@@ -87,7 +87,7 @@ def test_an_eagle3_drafter_keeps_its_weights_and_layers(form, tmp_path):
 
 
 def test_layers_left_to_the_target_are_written_out(tmp_path):
-    deep = replace(CONFIG, num_layers=30)
+    deep = CONFIG.of_depth(30)
     eagle3(tmp_path / "in", layer_ids=None)
     folder = tmp_path / "in/config.json"
     raw = json.loads(folder.read_text())
@@ -113,7 +113,7 @@ def test_a_block_drafter_is_written_as_vllm_reads_it(form, tmp_path):
     ids = torch.arange(0, 60, 2)
     assert raw["architectures"] == ["Qwen3DSparkModel"]
     assert (raw["sample_from_anchor"], raw["enable_confidence_head"]) == (True, False)
-    assert raw["transformer_layer_config"]["rope_parameters"]["rope_theta"] == config.body.rope.theta
+    assert raw["transformer_layer_config"]["rope_parameters"]["rope_theta"] == config.body.layer.rope.theta
     assert torch.equal(stored["lm_head.weight"], HEAD[ids])
     assert torch.equal(stored["d2t"], tensors["d2t"])
     assert stored["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
@@ -158,7 +158,7 @@ def test_what_a_class_of_vllm_lacks_is_refused_by_name(make, changes, form, lack
 
 def test_a_block_drafter_without_norms_of_q_and_k_is_refused(tmp_path):
     config, _ = block(tmp_path / "other")
-    block(tmp_path / "in", body=replace(config.body, architecture="llama", qk_norm=False))
+    block(tmp_path / "in", body=replace(config.body, architecture="llama").with_layers(qk_norm=None))
     with pytest.raises(UnsupportedModel):
         export(tmp_path / "in", "dspark", tmp_path / "out", TARGET)
 

@@ -52,7 +52,7 @@ def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
 
 def parameters(config: ModelConfig) -> int:
     """Return the number of weights without norms, which are a thousandth of them."""
-    attention = 2 * config.hidden_size * (config.q_size + config.kv_size)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    attention = 2 * config.hidden_size * (config.layer.q_size + config.layer.kv_size)
+    layer = attention + 3 * config.hidden_size * config.layer.inner
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     return config.num_layers * layer + embeddings

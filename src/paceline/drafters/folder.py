@@ -24,7 +24,7 @@ from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, Unsupp
 from paceline.files.json_fields import Json, JsonFields, read_json
 from paceline.files.regular import open_regular
 from paceline.files.safetensors_reader import SafetensorsFile
-from paceline.models.load.hf_config import rope_scaling
+from paceline.models.families.hf import rope_scaling
 from paceline.models.spec import ModelConfig, RopeConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -210,34 +210,34 @@ def refuse_other_drafter(kind: str, trained: TargetShape, method: str, embedding
 
 def layer_shapes(body: ModelConfig, attention_input: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's products, and of its norms but the one before attention."""
-    hidden, middle = body.hidden_size, body.intermediate_size
+    hidden, middle = body.hidden_size, body.layer.inner
     shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (body.q_size, attention_input),
-        "self_attn.k_proj": (body.kv_size, attention_input),
-        "self_attn.v_proj": (body.kv_size, attention_input),
-        "self_attn.o_proj": (hidden, body.q_size),
+        "self_attn.q_proj": (body.layer.q_size, attention_input),
+        "self_attn.k_proj": (body.layer.kv_size, attention_input),
+        "self_attn.v_proj": (body.layer.kv_size, attention_input),
+        "self_attn.o_proj": (hidden, body.layer.q_size),
         "mlp.gate_proj": (middle, hidden),
         "mlp.up_proj": (middle, hidden),
         "mlp.down_proj": (hidden, middle),
         "post_attention_layernorm": (hidden,),
     }
-    if body.qk_norm:
-        shapes |= {"self_attn.q_norm": (body.head_dim,), "self_attn.k_norm": (body.head_dim,)}
+    if body.layer.qk_norm:
+        shapes |= {"self_attn.q_norm": (body.layer.head_dim,), "self_attn.k_norm": (body.layer.head_dim,)}
     return shapes
 
 
 def layer_keys(body: ModelConfig, *, attention_bias: bool = False, mlp_bias: bool = False) -> Json:
     """Return the drafter's layers in the keys of a Hugging Face config, but for the scaling of RoPE."""
     return {
-        "model_type": "qwen3" if body.qk_norm else "llama",
+        "model_type": "qwen3" if body.layer.qk_norm else "llama",
         "hidden_size": body.hidden_size,
-        "intermediate_size": body.intermediate_size,
+        "intermediate_size": body.layer.inner,
         "num_hidden_layers": body.num_layers,
-        "num_attention_heads": body.num_heads,
-        "num_key_value_heads": body.num_kv_heads,
-        "head_dim": body.head_dim,
+        "num_attention_heads": body.layer.heads,
+        "num_key_value_heads": body.layer.kv_heads,
+        "head_dim": body.layer.head_dim,
         "rms_norm_eps": body.rms_norm_eps,
-        "rope_theta": body.rope.theta,
+        "rope_theta": body.layer.rope.theta,
         "max_position_embeddings": body.max_positions,
         "vocab_size": body.vocab_size,
         "hidden_act": "silu",

@@ -60,6 +60,10 @@ class JsonFields:
             raise self.wrong(key, "a positive number")
         return float(value)
 
+    def amount(self, key: str) -> float:
+        """Return a number from 0; 0 where there is none."""
+        return 0.0 if self.values.get(key) in (None, 0) else self.number(key)
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._value(key, default)
         if type(value) is not bool:

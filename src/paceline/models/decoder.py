@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3, driven by `ModelConfig`; the arithmetic is the kernels'.
+"""One decoder for every family of models/families, driven by `ModelConfig`; the arithmetic is the kernels'.
 
 A pass takes any mix of rows (see `PassPlan`) and returns logits for `logit_rows`. q, k and v are one product,
 and so are gate and up: at one row the time of a pass is the time to read the weights.
@@ -6,7 +6,6 @@ and so are gate and up: at one row the time of a pass is the time to read the we
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,19 +82,24 @@ class _Packing:
         biases = [self.vector(f"{name}.bias") for name in names if f"{name}.bias" in self.weights]
         return self.kernels.pack(parts, torch.cat(biases) if biases else None)
 
+    def norm(self, name: str) -> Tensor | None:
+        return self.vector(f"{name}.weight") if f"{name}.weight" in self.weights else None
+
     def layer(self, index: int) -> Layer:
         layer = f"model.layers.{index}"
-        attention, qk_norm = f"{layer}.self_attn", self.config.qk_norm
+        attention = f"{layer}.self_attn"
         return Layer(
-            input_norm=self.vector(f"{layer}.input_layernorm.weight"),
+            spec=self.config.layers[index],
+            input_norm=self.norm(f"{layer}.input_layernorm"),
             qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
-            q_norm=self.vector(f"{attention}.q_norm.weight") if qk_norm else None,
-            k_norm=self.vector(f"{attention}.k_norm.weight") if qk_norm else None,
+            q_norm=self.norm(f"{attention}.q_norm"),
+            k_norm=self.norm(f"{attention}.k_norm"),
             output=self.linear(f"{attention}.o_proj"),
-            mlp_norm=self.vector(f"{layer}.post_attention_layernorm.weight"),
+            attention_norm=self.norm(f"{attention}.output_norm"),
+            mlp_norm=self.norm(f"{layer}.post_attention_layernorm"),
             gate_up=self.linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
             down=self.linear(f"{layer}.mlp.down_proj"),
-            window=self.config.window(index),
+            down_norm=self.norm(f"{layer}.mlp.output_norm"),
         )
 
     def embedding(self, rows: StoredWeight, tied_head: Packed | None) -> Any:
@@ -122,7 +126,7 @@ class Decoder:
         self.config, self.kernels, self.device = config, kernels, device
         self.torch_threads = kernels.torch_threads
         self.dtypes, self.cache_dtype = dtypes, dtypes.cache
-        self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
+        self.kv_specs = tuple(KVSpec(num_kv_heads=one.kv_heads, head_dim=one.head_dim) for one in config.layers)
 
         packing = _Packing(config, weights, kernels, device, dtypes)
         self.layers = [packing.layer(index) for index in range(config.num_layers)]
@@ -145,7 +149,7 @@ class Decoder:
         rows = self.embedding
         in_rows = not isinstance(rows, Tensor) or (rows.dtype in NUMBERS and rows.is_contiguous())
         if isinstance(kernels, NativeKernels) and in_rows:
-            self._native = NativePass(kernels, rows, self.final_norm, self.head)
+            self._native = NativePass(kernels, rows, self.final_norm, self.head, config)
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
@@ -199,8 +203,8 @@ class Decoder:
         """Return a new (M, H) for `run` to overwrite: embeddings of (M,) tokens, or a copy of (M, H) hidden states."""
         if inputs.dim() == 2:
             return inputs.to(self.dtypes.compute, copy=True)
-        embedded: Tensor = self.embedding[inputs]
-        return embedded.to(self.dtypes.compute)
+        embedded: Tensor = self.embedding[inputs].to(self.dtypes.compute)
+        return embedded if self.config.embed_scale == 1.0 else embedded * self.config.embed_scale
 
     def run(
         self,
@@ -237,10 +241,19 @@ class Decoder:
             added, residual = added[logit_rows], residual[logit_rows]
             logit_rows = None
         final = self._norm(added, residual)
+        if out_taps is not None and self.config.stream_scale != 1.0:
+            out_taps *= self.config.stream_scale
         if out_taps is not None and FINAL in taps:
             out_taps[:, taps.index(FINAL)].copy_(final)
-        rows = final if logit_rows is None else final[logit_rows]
-        return ModelOutput(self.kernels.logits(rows, self.head, out), out_taps)
+        return ModelOutput(self.logits(final if logit_rows is None else final[logit_rows], out), out_taps)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return logits (M, V) of hidden states (M, H) behind the last norm."""
+        config = self.config
+        if config.logit_scale != 1.0:
+            hidden = hidden * config.logit_scale
+        logits = self.kernels.logits(hidden, self.head, out)
+        return self.kernels.cap(logits, config.logit_softcap) if config.logit_softcap else logits
 
     def shape(self, length: int) -> StackParams:
         """Return the parameters of the layers, with rotary tables for `length` positions or the model's context.
@@ -249,10 +262,11 @@ class Decoder:
         """
         config = self.config
         length = min(length, config.max_positions)
-        if self._shape is None or self._shape.cos.shape[0] < length:
+        if self._shape is None or self._shape.positions < length:
             length = min(max(1 << (length - 1).bit_length(), LEAST_POSITIONS), config.max_positions)
-            cos, sin = rope_tables(config.rope, config.head_dim, length, self.device)
-            self._shape = StackParams(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
+            keys = [(layer.rope, layer.head_dim) for layer in config.layers]
+            tables = {key: rope_tables(*key, length, self.device) for key in set(keys)}
+            self._shape = StackParams(tuple(tables[key] for key in keys), config.rms_norm_eps, config.mean_centred)
         return self._shape
 
     def stack(self, caches: Sequence[LayerCache], length: int) -> Stack:
@@ -270,7 +284,7 @@ class Decoder:
         return sorted({tap for tap in taps if tap != FINAL} | {self.config.num_layers})
 
     def _norm(self, added: Tensor | None, residual: Tensor) -> Tensor:
-        eps = self.config.rms_norm_eps
+        eps, centred = self.config.rms_norm_eps, self.config.mean_centred
         if added is None:
-            return self.kernels.rms_norm(residual, self.final_norm, eps)
-        return self.kernels.add_rms_norm(added, residual, self.final_norm, eps)
+            return self.kernels.rms_norm(residual, self.final_norm, eps, centred)
+        return self.kernels.add_rms_norm(added, residual, self.final_norm, eps, centred)

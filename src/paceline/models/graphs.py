@@ -55,11 +55,11 @@ class Placed:
         self.table_ints = max(min(bucket.rows, SEQUENCES) * -(-longest // block_size), table_ints)
         config = decoder.config
         self.division = Division.of(
-            bucket.rows * (config.num_heads // config.num_kv_heads),
+            bucket.rows * (config.layer.heads // config.layer.kv_heads),
             bucket.tiles,
             bucket.tile,
             bucket.path,
-            config.num_kv_heads,
+            config.layer.kv_heads,
             longest,
         )
         self.at, self.size = _places(bucket, HEADER, 4 * self.division.shares, self.table_ints)
@@ -250,7 +250,7 @@ class PassGraphs:
             from paceline.models.backends.cuda.attention.division import tiles_of
 
             config = self._decoder.config
-            tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
+            tile, begin, count = tiles_of(sequence, config.layer.heads // config.layer.kv_heads)
             rows = plan.each.shape[1]
             # Unpadded numbers: padded ones may be equal although not every row has logits. Where no row needs them, as
             # in a prompt that goes on, one row has them: a head over all rows is slow, and its buffer large.

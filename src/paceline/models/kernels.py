@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.spec import PARALLEL, SILU, LayerSpec
 from paceline.models.weights import StoredWeight
 from paceline.platform.triton import require_triton, triton_problem
 
@@ -28,17 +29,19 @@ Packed = Any  # a `Linear` in the layout of its kernels, opaque to all other cod
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer's weights."""
+    """One decoder layer: its shape and its weights. Norms that the shape does not have are None."""
 
-    input_norm: Tensor
+    spec: LayerSpec
+    input_norm: Tensor | None  # of the residual stream, before attention
     qkv: Packed
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Packed
-    mlp_norm: Tensor
+    attention_norm: Tensor | None  # of attention's output
+    mlp_norm: Tensor | None  # of the residual stream, before the MLP
     gate_up: Packed
     down: Packed
-    window: int | None
+    down_norm: Tensor | None  # of the MLP's output
 
     @property
     def products(self) -> tuple[Packed, ...]:
@@ -50,23 +53,25 @@ class RopeArgs(NamedTuple):
 
     cos: Tensor  # (num_positions, D / 2), fp32
     sin: Tensor
-    q_norm: Tensor | None  # (D,) RMSNorm over each head before (Qwen3)
+    q_norm: Tensor | None  # (D,): RMSNorm of each head before, or (Hq * D,): of all heads as one
     k_norm: Tensor | None
     eps: float
 
 
 @dataclass(frozen=True)
 class StackParams:
-    """Parameters that the layers of a model share."""
+    """Parameters of a model's layers."""
 
-    cos: Tensor  # (max_positions, D / 2) fp32
-    sin: Tensor
+    tables: tuple[tuple[Tensor, Tensor], ...]  # cos and sin of each layer, (positions, D / 2) fp32; equal ones are one
     eps: float
-    scale: float
-    q_heads: int
+    centred: bool = False  # norms of the residual stream subtract the mean first
 
-    def rope(self, layer: Layer) -> RopeArgs:
-        return RopeArgs(self.cos, self.sin, layer.q_norm, layer.k_norm, self.eps)
+    def rope(self, index: int, layer: Layer) -> RopeArgs:
+        return RopeArgs(*self.tables[index], layer.q_norm, layer.k_norm, self.eps)
+
+    @property
+    def positions(self) -> int:
+        return len(self.tables[0][0])
 
 
 class Stack(Protocol):
@@ -106,22 +111,27 @@ class Kernels(Protocol):
     def logits(self, x: Tensor, weight: Packed, out: Tensor | None = None) -> Tensor:
         """Multiply (M, K) -> (M, V) in fp32, into `out` if given."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise (M, H) -> (M, H)."""
+    def cap(self, logits: Tensor, softcap: float) -> Tensor:
+        """Compute softcap * tanh(logits / softcap) in place."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        """Normalise (M, H) -> (M, H); `centred`: after subtraction of the row's mean."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         """Add x to the residual in place; return rms_norm(residual)."""
 
     def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         """Norm and rotate q and k of (M, (Hq + 2 Hkv) * D), which may be overwritten; write k and v to plan.slots
         except -1; return q as (M, Hq, D)."""
 
-    def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Attend (M, Hq, D) -> (M, Hq * D). A row at position t sees keys [max(0, t - window + 1), reach), or without a
-        window [0, reach)."""
+        window [0, reach). A score s becomes c tanh(s / c) with a `softcap` c."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute (M, 2 I) -> (M, I): silu(first half) * second half."""
+    def gate(self, gate_up: Tensor, activation: str = SILU) -> Tensor:
+        """Compute (M, 2 I) -> (M, I): activation(first half) * second half."""
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         """Bind a model's layers to their caches. `LayerByLayer` is the default implementation."""
@@ -137,19 +147,36 @@ class LayerByLayer:
 
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
         kernels, shape = self.kernels, self.shape
-        for layer, cache in zip(self.layers[first:last], self.caches[first:last], strict=True):
-            if added is None:
-                hidden = kernels.rms_norm(residual, layer.input_norm, shape.eps)
+        for index in range(first, last):
+            layer, cache = self.layers[index], self.caches[index]
+            hidden = self._enter(added, residual, layer.input_norm)
+            q = kernels.rope_and_store(kernels.linear(hidden, layer.qkv), plan, shape.rope(index, layer), cache)
+            spec = layer.spec
+            attended = kernels.attention(q, plan, cache, spec.scale, spec.window, spec.softcap)
+            added = self._normed(kernels.linear(attended, layer.output), layer.attention_norm)
+            if spec.norms == PARALLEL:
+                added = added + self._mlp(hidden, layer)
             else:
-                hidden = kernels.add_rms_norm(added, residual, layer.input_norm, shape.eps)
-            qkv = kernels.linear(hidden, layer.qkv)
-            q = kernels.rope_and_store(qkv, plan, shape.rope(layer), cache)
-            attended = kernels.attention(q, plan, cache, shape.scale, layer.window)
-            added = kernels.linear(attended, layer.output)
-            hidden = kernels.add_rms_norm(added, residual, layer.mlp_norm, shape.eps)
-            added = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
+                added = self._mlp(self._enter(added, residual, layer.mlp_norm), layer)
         assert added is not None, "a stack runs at least one layer"
         return added
+
+    def _enter(self, added: Tensor | None, residual: Tensor, norm: Tensor | None) -> Tensor:
+        """Add the output before to the residual; return the input of a layer's half."""
+        kernels, eps, centred = self.kernels, self.shape.eps, self.shape.centred
+        if norm is None:
+            return residual if added is None else residual.add_(added)
+        if added is None:
+            return kernels.rms_norm(residual, norm, eps, centred)
+        return kernels.add_rms_norm(added, residual, norm, eps, centred)
+
+    def _mlp(self, hidden: Tensor, layer: Layer) -> Tensor:
+        kernels = self.kernels
+        gated = kernels.gate(kernels.linear(hidden, layer.gate_up), layer.spec.activation)
+        return self._normed(kernels.linear(gated, layer.down), layer.down_norm)
+
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else self.kernels.rms_norm(x, norm, self.shape.eps, self.shape.centred)
 
 
 def kernels_for(device: torch.device, threads: int | None = None, activations: str = FLOAT32) -> Kernels:

@@ -123,6 +123,12 @@ class StoredWeight:
         zeros = None if zeros is None else zeros.to(torch.int16).contiguous()
         return StoredWeight(kind, data, shape, scales, zeros, offsets)
 
+    def rows(self, chosen: slice | Tensor) -> StoredWeight:
+        """Return some rows, in the order chosen; of any kind, since a row is stored apart from others."""
+        data, *others = (None if part is None else part[chosen] for part in self.parts)
+        assert data is not None
+        return StoredWeight(self.kind, data, (len(data), *self.shape[1:]), *others)
+
     @property
     def parts(self) -> tuple[Tensor | None, ...]:
         return self.data, self.scales, self.zeros, self.offsets

@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 
+#include "elementwise.h"
 #include "keys.h"
 #include "plan.h"
 
@@ -14,7 +15,7 @@ struct Attention : Plan {  // one call
     const float* q;
     Cache cache;
     long q_heads, kv_heads, dim, num_slots, window;
-    float scale;
+    float scale, softcap;
     bool bad_slot;
 
     long group() const { return q_heads / kv_heads; }
@@ -224,6 +225,7 @@ void attend_split(Attention& a, const Part& part, const Scratch& s) {
         for (long r = 0; r < tile.rows; r++)
             for (long g = r * G; low[r] < high[r] && g < (r + 1) * G; g++) {
                 float* state = result(h) + g * stride + D;
+                if (a.softcap != 0) cap_row(scores(h) + g * SCORES + low[r], high[r] - low[r], a.softcap);
                 softmax(scores(h) + g * SCORES, low[r], high[r], state, state + 1);
             }
 
@@ -357,7 +359,7 @@ int attend(Attention& a, float* out, int threads) {
 
 int attention(const Plan& plan, const Heads& h, const float* q, const Cache& cache, float* out, long window, int threads) {
     if (!plan.rows) return 0;
-    Attention a{plan, q, cache, h.q_heads, h.kv_heads, h.dim, h.num_slots, window, h.scale, false};
+    Attention a{plan, q, cache, h.q_heads, h.kv_heads, h.dim, h.num_slots, window, h.scale, h.softcap, false};
     return with_stored(cache, [&](auto type) { return attend<decltype(type)>(a, out, threads); });
 }
 

@@ -13,14 +13,14 @@ struct ContextKV {  // stack.ContextKVView: weights that turn hidden states into
     const float *tap_norm, *norm;  // (taps, H) or null, (H,)
     Product join, kv;
     int64_t taps;
+    float eps;
 };
 
 // Writes keys and values of all layers from hidden states (rows, taps, H): norm, one product that joins the taps, norm, one
 // product for all layers. Nothing attends.
-int write_context_kv(const Plan& plan, const Heads& heads, const Layer* layers, long count, const ContextKV& by,
-                     const float* taps, int threads) {
+int write_context_kv(const Plan& plan, const Layer* layers, long count, const ContextKV& by, const float* taps, int threads) {
     const long M = plan.rows, H = by.join.outputs, width = by.join.inputs, all = by.kv.stride;
-    const long each = 2 * heads.kv_heads * heads.dim;
+    const long each = count ? all / count : 0;
     float* memory = (float*)malloc(M * (width + 2 * H + all + each) * sizeof(float));
     if (!memory) return 1;
     float *scaled = memory, *joined = scaled + M * width, *normed = joined + M * H;
@@ -28,16 +28,16 @@ int write_context_kv(const Plan& plan, const Heads& heads, const Layer* layers, 
     if (by.tap_norm)
         parallel(M, M * width < SERIAL ? 1 : threads, [=](long row, int) {
             for (long at = row * width, tap = 0; tap < by.taps; tap++, at += H)
-                rms_norm_row(taps + at, by.tap_norm + tap * H, scaled + at, H, heads.eps);
+                rms_norm_row(taps + at, by.tap_norm + tap * H, scaled + at, H, by.eps);
         });
-    Heads without_queries = heads;
-    without_queries.q_heads = 0;
     int status = multiply(by.tap_norm ? scaled : taps, by.join, joined, M, threads);
-    rms_norm(joined, nullptr, by.norm, normed, M, H, heads.eps, threads);
+    rms_norm(joined, nullptr, by.norm, normed, M, H, by.eps, threads);
     status |= multiply(normed, by.kv, states, M, threads);
     for (long layer = 0; layer < count && !status; layer++) {
         for (long row = 0; row < M; row++) memcpy(part + row * each, states + row * all + layer * each, each * sizeof(float));
         const Layer& to = layers[layer];
+        Heads without_queries = to.heads;
+        without_queries.q_heads = 0;
         status = rope_and_store(plan, without_queries, part, to.cache, nullptr, nullptr, to.k_norm, threads);
     }
     free(memory);
@@ -45,7 +45,6 @@ int write_context_kv(const Plan& plan, const Heads& heads, const Layer* layers, 
 }
 
 struct BlockDrafter {  // block/native.DrafterView: shared by all drafts
-    const Heads* heads;
     const Layer* layers;
     const ContextKV* context_kv;
     const int64_t* columns;  // the drafter's taps, among the taps of the ring
@@ -92,7 +91,7 @@ int write_from_ring(const BlockDrafter& by, const Drafting& d, int threads) {
     if (positions.empty()) return 0;
     Plan plan{};
     plan.positions = positions.data(), plan.slots = slots.data(), plan.rows = (int64_t)slots.size();
-    return write_context_kv(plan, *by.heads, by.layers, by.num_layers, *by.context_kv, states.data(), threads);
+    return write_context_kv(plan, by.layers, by.num_layers, *by.context_kv, states.data(), threads);
 }
 
 // Computes hidden states (batch * size, H) of the blocks, behind the last norm. A row without a slot is not stored, and its
@@ -120,8 +119,8 @@ int run_blocks(const BlockDrafter& by, Drafting& d, float* hidden, int threads) 
     }
     const Plan plan{positions, slots, owner, reach, reach, nullptr, tables, M, 0, W, by.block_size};
     const int status =
-        run_layers(plan, *by.heads, by.layers, by.num_layers, residual.data(), added.data(), 1, Taps{}, threads);
-    rms_norm(added.data(), residual.data(), by.norm, hidden, M, H, by.heads->eps, threads);
+        run_layers(plan, by.layers, by.num_layers, residual.data(), added.data(), 1, Taps{}, threads);
+    rms_norm(added.data(), residual.data(), by.norm, hidden, M, H, by.context_kv->eps, threads);
     return status;
 }
 

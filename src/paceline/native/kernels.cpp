@@ -43,12 +43,14 @@ EXPORT void paceline_gather(const Product* product, const int64_t* ids, float* o
 
 // A residual that is not null becomes residual + x, and this sum is normed.
 EXPORT void paceline_rms_norm(const float* x, float* residual, const float* weight, float* out, long M, long H, float eps,
-                              int threads) {
-    rms_norm(x, residual, weight, out, M, H, eps, threads);
+                              int centred, int threads) {
+    rms_norm(x, residual, weight, out, M, H, eps, threads, centred);
 }
 
-EXPORT void paceline_silu_mul(const float* gate_up, float* out, long M, long I, int threads) {
-    silu_mul(gate_up, out, M, I, threads);
+EXPORT void paceline_cap(float* x, long rows, long width, float c, int threads) { cap_rows(x, rows, width, c, threads); }
+
+EXPORT void paceline_gate(const float* gate_up, float* out, long M, long I, long activation, int threads) {
+    gate(gate_up, out, M, I, activation, threads);
 }
 
 // Returns 0; 2: a position outside the rotary tables or a slot outside the cache.
@@ -64,16 +66,15 @@ EXPORT int paceline_attention(const Plan* plan, const Heads* heads, const float*
 }
 
 // Runs several layers; see layers.h. Returns 0; 1 or 2: as above.
-EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* layers, long count, float* residual,
-                           float* added, int first, const Taps* taps, int threads) {
-    return run_layers(*plan, *heads, layers, count, residual, added, first, *taps, threads);
+EXPORT int paceline_layers(const Plan* plan, const Layer* layers, long count, float* residual, float* added, int first,
+                           const Taps* taps, int threads) {
+    return run_layers(*plan, layers, count, residual, added, first, *taps, threads);
 }
 
 // Runs a whole pass; see pass.h.
-EXPORT int paceline_pass(const Model* model, const Plan* plan, const Heads* heads, const Layer* layers, long num_layers,
-                         const int32_t* tokens, const int64_t* chosen, long count, const Taps* taps, float* logits,
-                         int threads) {
-    return run_pass(*model, *plan, *heads, layers, num_layers, tokens, chosen, count, *taps, logits, threads);
+EXPORT int paceline_pass(const Model* model, const Plan* plan, const Layer* layers, long num_layers, const int32_t* tokens,
+                         const int64_t* chosen, long count, const Taps* taps, float* logits, int threads) {
+    return run_pass(*model, *plan, layers, num_layers, tokens, chosen, count, *taps, logits, threads);
 }
 
 // -- drafters that read hidden states: see layers.h and block_draft.h
@@ -83,9 +84,9 @@ EXPORT void paceline_store_in_ring(float* states, int64_t* tokens, const float* 
     store_in_ring(states, tokens, taps, width, stored, count);
 }
 
-EXPORT int paceline_write_context_kv(const Plan* plan, const Heads* heads, const Layer* layers, long count,
-                                     const ContextKV* by, const float* taps, int threads) {
-    return write_context_kv(*plan, *heads, layers, count, *by, taps, threads);
+EXPORT int paceline_write_context_kv(const Plan* plan, const Layer* layers, long count, const ContextKV* by,
+                                     const float* taps, int threads) {
+    return write_context_kv(*plan, layers, count, *by, taps, threads);
 }
 
 EXPORT int paceline_draft_blocks(const BlockDrafter* by, Drafting* drafting, int threads) {

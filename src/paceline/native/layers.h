@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "attention.h"
@@ -12,9 +13,10 @@
 namespace {
 
 struct Layer {  // stack.LayerView
-    const float *input_norm, *q_norm, *k_norm, *mlp_norm;
+    const float *input_norm, *q_norm, *k_norm, *attention_norm, *mlp_norm, *down_norm;  // null: no such norm
+    Heads heads;
     Cache cache;
-    int64_t window;
+    int64_t window, activation, is_parallel, centred;
     Product qkv, output, gate_up, down;
 };
 
@@ -35,37 +37,69 @@ void read_taps(const Taps& taps, long layer, const float* residual, const float*
             }
 }
 
+// Adds `added`, unless null, to the residual stream; returns the input of a half of the layer: the stream, normed if it has
+// a norm.
+inline const float* enter(const Layer& layer, const float* norm, float* residual, const float* added, float* normed, long M,
+                          long H, int threads) {
+    if (norm) {
+        rms_norm(added ? added : residual, added ? residual : nullptr, norm, normed, M, H, layer.heads.eps, threads,
+                 layer.centred);
+        return normed;
+    }
+    for (long i = 0; added && i < M * H; i++) residual[i] += added[i];
+    return residual;
+}
+
+// Buffers of the widest layer.
+struct LayerBuffers {
+    float *memory, *normed, *qkv, *q, *attended, *gate_up, *inner, *other;
+
+    LayerBuffers(const Layer* layers, long count, long M) {
+        const long H = layers->qkv.inputs;
+        long Q = 0, qkv_width = 0, widest = 0;
+        for (const Layer* layer = layers; layer < layers + count; layer++) {
+            Q = std::max(Q, (long)(layer->heads.q_heads * layer->heads.dim));
+            qkv_width = std::max(qkv_width, (long)layer->qkv.stride);
+            widest = std::max(widest, (long)layer->gate_up.stride);
+        }
+        const long parallel = layers->is_parallel ? H : 0;
+        memory = (float*)malloc(M * (H + qkv_width + 2 * Q + widest + widest / 2 + parallel) * sizeof(float));
+        normed = memory, qkv = normed + M * H, q = qkv + M * qkv_width, attended = q + M * Q;
+        gate_up = attended + M * Q, inner = gate_up + M * widest, other = inner + M * (widest / 2);
+    }
+    ~LayerBuffers() { free(memory); }
+};
+
 // `added`: output of the layer before, not yet in `residual` (ignored if `first`); on return, output of the last layer.
-int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long count, float* residual, float* added,
-               int first, const Taps& taps, int threads) {
-    const long M = plan.rows, H = count ? layers->qkv.inputs : 0, Q = heads.q_heads * heads.dim;
-    long widest = 0;
-    for (long i = 0; i < count; i++) widest = layers[i].gate_up.stride > widest ? layers[i].gate_up.stride : widest;
-    const long qkv_width = Q + 2 * heads.kv_heads * heads.dim;
-    float* memory = (float*)malloc(M * (H + qkv_width + 2 * Q + widest + widest / 2) * sizeof(float));
-    if (!memory) return 1;
-    float *normed = memory, *qkv = normed + M * H, *q = qkv + M * qkv_width, *attended = q + M * Q;
-    float *gate_up = attended + M * Q, *inner = gate_up + M * widest;
+int run_layers(const Plan& plan, const Layer* layers, long count, float* residual, float* added, int first, const Taps& taps,
+               int threads) {
+    const long M = plan.rows, H = count ? layers->qkv.inputs : 0;
+    if (!count) return 0;
+    const LayerBuffers at(layers, count, M);
+    if (!at.memory) return 1;
     int status = 0;
     for (const Layer* layer = layers; layer < layers + count && !status; layer++) {
-        read_taps(taps, layer - layers, residual, first && layer == layers ? nullptr : added, M, H);
-        if (first && layer == layers)
-            rms_norm(residual, nullptr, layer->input_norm, normed, M, H, heads.eps, threads);
-        else
-            rms_norm(added, residual, layer->input_norm, normed, M, H, heads.eps, threads);
-        status = multiply(normed, layer->qkv, qkv, M, threads);
+        const Heads& heads = layer->heads;
+        const float* before = first && layer == layers ? nullptr : added;
+        read_taps(taps, layer - layers, residual, before, M, H);
+        const float* entered = enter(*layer, layer->input_norm, residual, before, at.normed, M, H, threads);
+        status = multiply(entered, layer->qkv, at.qkv, M, threads);
         if (status) break;
-        status = rope_and_store(plan, heads, qkv, layer->cache, q, layer->q_norm, layer->k_norm, threads);
+        status = rope_and_store(plan, heads, at.qkv, layer->cache, at.q, layer->q_norm, layer->k_norm, threads);
         if (status) break;
-        status = attention(plan, heads, q, layer->cache, attended, layer->window, threads);
-        status |= multiply(attended, layer->output, added, M, threads);
-        rms_norm(added, residual, layer->mlp_norm, normed, M, H, heads.eps, threads);
-        status |= multiply(normed, layer->gate_up, gate_up, M, threads);
-        silu_mul(gate_up, inner, M, layer->gate_up.stride / 2, threads);
-        status |= multiply(inner, layer->down, added, M, threads);
+        status = attention(plan, heads, at.q, layer->cache, at.attended, layer->window, threads);
+        status |= multiply(at.attended, layer->output, added, M, threads);
+        if (layer->attention_norm)
+            rms_norm(added, nullptr, layer->attention_norm, added, M, H, heads.eps, threads, layer->centred);
+        if (!layer->is_parallel) entered = enter(*layer, layer->mlp_norm, residual, added, at.normed, M, H, threads);
+        status |= multiply(entered, layer->gate_up, at.gate_up, M, threads);
+        gate(at.gate_up, at.inner, M, layer->gate_up.stride / 2, layer->activation, threads);
+        float* out = layer->is_parallel ? at.other : added;
+        status |= multiply(at.inner, layer->down, out, M, threads);
+        if (layer->down_norm) rms_norm(out, nullptr, layer->down_norm, out, M, H, heads.eps, threads, layer->centred);
+        for (long i = 0; layer->is_parallel && i < M * H; i++) added[i] += out[i];
     }
     read_taps(taps, count, residual, added, M, H);
-    free(memory);
     return status;
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-ABI = 12  # plan.h
+ABI = 13  # plan.h
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -25,14 +25,15 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pack": (None, [c_int64] + [c_void_p] * 2 + [c_long] * 2 + [c_int]),
     "linear": (c_int, [c_void_p] * 3 + [c_long, c_int]),
     "gather": (None, [c_void_p] * 3 + [c_long, c_int]),
-    "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
-    "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
+    "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int, c_int]),
+    "cap": (None, [c_void_p] + [c_long] * 2 + [c_float, c_int]),
+    "gate": (None, [c_void_p] * 2 + [c_long] * 3 + [c_int]),
     "rope_and_store": (c_int, [c_void_p] * 7 + [c_int]),
     "attention": (c_int, [c_void_p] * 5 + [c_long, c_int]),
-    "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
-    "pass": (c_int, [c_void_p] * 4 + [c_long] + [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int]),
+    "layers": (c_int, [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
+    "pass": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int]),
     "store_in_ring": (None, [c_void_p] * 3 + [c_long, c_void_p, c_long]),
-    "write_context_kv": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
+    "write_context_kv": (c_int, [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int]),
     "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
     "top_tokens": (None, [c_void_p] + [c_long] * 3 + [c_void_p, c_int]),

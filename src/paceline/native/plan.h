@@ -6,7 +6,7 @@
 
 namespace {
 
-const long ABI = 12;  // library.ABI: raised whenever a structure or a signature changes
+const long ABI = 13;  // library.ABI: raised whenever a structure or a signature changes
 
 struct Plan {  // stack.PlanView
     const int32_t *positions, *slots, *sequence, *prefix, *reach, *path, *tables;
@@ -16,7 +16,8 @@ struct Plan {  // stack.PlanView
 struct Heads {  // stack.HeadsView
     const float *cos, *sin;  // (num_positions, dim / 2)
     int64_t q_heads, kv_heads, dim, num_positions, num_slots;
-    float eps, scale;
+    int64_t whole_norm;  // norms of q and k take all heads as one
+    float eps, scale, softcap;  // c: a score s becomes c tanh(s / c); 0: none
 };
 
 }  // namespace

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from paceline.drafters.block.config import MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
 from paceline.drafters.block.drafter import DSparkDrafter
 from paceline.drafters.folder import TargetShape
-from paceline.models.spec import ModelConfig
+from paceline.models.spec import ModelConfig, uniform
 
 
 def drafter_config(target: ModelConfig, /, **changes):
-    body = ModelConfig(
+    body = uniform(
         architecture="llama",
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -92,11 +92,11 @@ def context_of(config, tensors, taps):
 def keys_and_values(config, tensors, layer, x, positions):
     """(n, heads, D) each, of the context or of a layer's normed input."""
     body, at = config.body, f"layers.{layer}.self_attn"
-    k = (x @ tensors[f"{at}.k_proj.weight"].T).unflatten(-1, (-1, body.head_dim))
-    v = (x @ tensors[f"{at}.v_proj.weight"].T).unflatten(-1, (-1, body.head_dim))
-    if body.qk_norm:
+    k = (x @ tensors[f"{at}.k_proj.weight"].T).unflatten(-1, (-1, body.layer.head_dim))
+    v = (x @ tensors[f"{at}.v_proj.weight"].T).unflatten(-1, (-1, body.layer.head_dim))
+    if body.layer.qk_norm:
         k = norm(k, tensors[f"{at}.k_norm.weight"], body.rms_norm_eps)
-    return rotate(k, positions, body.rope.theta), v
+    return rotate(k, positions, body.layer.rope.theta), v
 
 
 def unary_logits(config, tensors, embedding, taps, anchor):
@@ -116,14 +116,14 @@ def block_states(config, tensors, embedding, taps, anchor):
     for layer in range(body.num_layers):
         part = f"layers.{layer}"
         h = norm(x, tensors[f"{part}.input_layernorm.weight"], eps)
-        q = (h @ tensors[f"{part}.self_attn.q_proj.weight"].T).unflatten(-1, (-1, body.head_dim))
-        if body.qk_norm:
+        q = (h @ tensors[f"{part}.self_attn.q_proj.weight"].T).unflatten(-1, (-1, body.layer.head_dim))
+        if body.layer.qk_norm:
             q = norm(q, tensors[f"{part}.self_attn.q_norm.weight"], eps)
-        q = rotate(q, at, body.rope.theta)
+        q = rotate(q, at, body.layer.rope.theta)
         old, new = (keys_and_values(config, tensors, layer, *of) for of in ((context, before), (h, at)))
-        shared = body.num_heads // body.num_kv_heads
+        shared = body.layer.heads // body.layer.kv_heads
         k, v = (torch.cat(pair).repeat_interleave(shared, 1) for pair in zip(old, new, strict=True))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / body.head_dim**0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) / body.layer.head_dim**0.5
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
         x = x + attended @ tensors[f"{part}.self_attn.o_proj.weight"].T
         h = norm(x, tensors[f"{part}.post_attention_layernorm.weight"], eps)

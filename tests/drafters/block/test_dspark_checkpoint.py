@@ -38,9 +38,9 @@ def test_what_is_written_is_read(tmp_path, changes):
     llama3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_positions=256)
     far = config.body.max_positions // 4
     yarn = RopeConfig(kind="yarn", factor=4.0, original_max_positions=far, beta_fast=16.0, attention_factor=1.25)
-    family = "qwen3" if config.body.qk_norm else "llama"
-    for rope in (config.body.rope, llama3, yarn):
-        config = replace(config, body=replace(config.body, rope=rope, architecture=family))
+    family = "qwen3" if config.body.layer.qk_norm else "llama"
+    for rope in (config.body.layer.rope, llama3, yarn):
+        config = replace(config, body=replace(config.body, architecture=family).with_layers(rope=rope))
         tensors = random_tensors(config)
         write(tmp_path / "plain", config, tensors)
         found, loaded = read(tmp_path / "plain")
@@ -114,12 +114,12 @@ def test_published_folders_are_read(tmp_path, method):
 def test_a_drafter_for_another_target_is_refused(tmp_path):
     config = config_of()
     check_target(config, CONFIG, tmp_path)
-    for change in ({"hidden_size": 32}, {"num_layers": 3}, {"vocab_size": 97}):
+    for other in (replace(CONFIG, hidden_size=32), CONFIG.of_depth(3), replace(CONFIG, vocab_size=97)):
         with refused("drafter"):
-            check_target(config, replace(CONFIG, **change), tmp_path)
+            check_target(config, other, tmp_path)
     unknown = replace(config, target=TargetShape())
     with refused("drafter"):
-        check_target(unknown, replace(CONFIG, num_layers=1), tmp_path)
+        check_target(unknown, CONFIG.of_depth(1), tmp_path)
 
 
 def test_a_target_is_known_by_its_embedding_in_any_precision():

@@ -33,12 +33,12 @@ class Scene:
 
     def __init__(self, kernels, embedding, masks, head, markov, ids, beam, count, first_row):
         dim = 4
-        shape = StackParams(torch.ones(8, dim // 2), torch.ones(8, dim // 2), 1e-6, 1.0, 1)
+        shape = StackParams((), 1e-6)
         caches = [LayerCache(torch.zeros(64, 1, dim), torch.zeros(64, 1, dim))]
         self.stack = NativeStack(kernels, [], caches, shape)
         self.blocks = NativeBlocks(
             kernels,
-            ContextKVView(),
+            ContextKVView(eps=1e-6),
             masks=masks,
             norm=torch.ones(masks.shape[1]),
             head=kernels.pack(head),

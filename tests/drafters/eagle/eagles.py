@@ -10,13 +10,13 @@ from paceline.drafters.eagle.drafter import EagleDrafter
 from paceline.drafters.eagle.layer import EagleLayer
 from paceline.drafters.folder import TargetShape
 from paceline.models.backends.torch import TorchKernels
-from paceline.models.spec import ModelConfig
+from paceline.models.spec import ModelConfig, uniform
 from paceline.models.weights import Dtypes
 
 
 def config_for(target: ModelConfig, *, vocab=0, **flags) -> EagleConfig:
     qk_norm = flags.pop("qk_norm", False)
-    body = ModelConfig(
+    body = uniform(
         architecture="qwen3" if qk_norm else "llama",
         vocab_size=target.vocab_size,
         hidden_size=flags.pop("hidden_size", target.hidden_size),
@@ -94,7 +94,7 @@ class Reference(torch.nn.Module):
 
     def rotated(self, x, positions):
         body = self.config.body
-        inverse = body.rope.theta ** -(torch.arange(0, body.head_dim, 2).double() / body.head_dim)
+        inverse = body.layer.rope.theta ** -(torch.arange(0, body.layer.head_dim, 2).double() / body.layer.head_dim)
         angle = positions[:, None] * inverse
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x.chunk(2, -1)
@@ -116,9 +116,9 @@ class Reference(torch.nn.Module):
     def keys_values(self, tokens, features, positions):
         body = self.config.body
         hidden, _ = self.inputs(tokens, features)
-        k = self.linear(hidden, f"{LAYER}.self_attn.k_proj").view(len(tokens), -1, body.head_dim)
-        v = self.linear(hidden, f"{LAYER}.self_attn.v_proj").view(len(tokens), -1, body.head_dim)
-        if body.qk_norm:
+        k = self.linear(hidden, f"{LAYER}.self_attn.k_proj").view(len(tokens), -1, body.layer.head_dim)
+        v = self.linear(hidden, f"{LAYER}.self_attn.v_proj").view(len(tokens), -1, body.layer.head_dim)
+        if body.layer.qk_norm:
             k = norm(k, self.of(f"{LAYER}.self_attn.k_norm"), body.rms_norm_eps)
         return self.rotated(k, positions), v
 
@@ -127,12 +127,12 @@ class Reference(torch.nn.Module):
         body, eps = self.config.body, self.config.body.rms_norm_eps
         hidden, residual = self.inputs(tokens, features)
         k, v = map(torch.cat, zip(*past, self.keys_values(tokens, features, positions), strict=True))
-        q = self.linear(hidden, f"{LAYER}.self_attn.q_proj").view(len(tokens), -1, body.head_dim)
-        if body.qk_norm:
+        q = self.linear(hidden, f"{LAYER}.self_attn.q_proj").view(len(tokens), -1, body.layer.head_dim)
+        if body.layer.qk_norm:
             q = norm(q, self.of(f"{LAYER}.self_attn.q_norm"), eps)
         q = self.rotated(q, positions)
-        k, v = (x.repeat_interleave(body.num_heads // body.num_kv_heads, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / body.head_dim**0.5
+        k, v = (x.repeat_interleave(body.layer.heads // body.layer.kv_heads, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / body.layer.head_dim**0.5
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
         out = residual + self.linear(attended, f"{LAYER}.self_attn.o_proj")

@@ -18,9 +18,10 @@ from gguf import GGMLQuantizationType as Type
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.gguf import GGUFFile, open_gguf
 from paceline.models.load.convert import convert_gguf, hf_config
-from paceline.models.load.gguf_model import gguf_names, uninterleave
+from paceline.models.load.gguf_model import gguf_names
 from paceline.models.load.hf_config import parse_config
 from paceline.models.load.loader import load_config, load_weights
+from paceline.models.rope import half_order
 from paceline.text.gguf_vocab import tokenizer_files
 
 LLAMA_CPP_NAMES = {
@@ -204,9 +205,8 @@ def test_a_gguf_holds_the_model_it_was_made_from(case: str, tmp_path: Path, writ
     write_gguf(tmp_path / "m.gguf", model)
     config, original = load_config(tmp_path / "m.gguf"), load_config(tmp_path / "hf")
     assert config.eos_token_ids == (2, 3)
-    for field in ("vocab_size", "head_dim", "num_kv_heads", "tie_embeddings", "rope", "rms_norm_eps", "qkv_bias"):
+    for field in ("vocab_size", "layers", "tie_embeddings", "rms_norm_eps"):
         assert getattr(config, field) == getattr(original, field), field
-    assert (config.output_bias, config.qk_norm) == (original.output_bias, original.qk_norm)
     weights = load_weights(tmp_path / "m.gguf", config)
     expected = load_weights(tmp_path / "hf", original)
     assert list(weights) == list(expected)
@@ -224,10 +224,18 @@ def test_a_quantised_model_is_close_to_its_original(kind, tolerance, tmp_path, w
         torch.testing.assert_close(weights[name].numbers().float(), tensor, rtol=0, atol=tolerance)
 
 
-def test_uninterleave_undoes_the_converter_for_any_number_of_heads() -> None:
+def test_the_order_of_a_head_undoes_the_converter_for_any_number_of_heads() -> None:
+    order = half_order(8, None, neighbours=True)
     for heads in (1, 2, 3, 8):
         weight = torch.randn(heads * 8, 5)
-        assert np.array_equal(uninterleave(interleave(weight, heads).numpy(), heads), weight.numpy())
+        assert torch.equal(interleave(weight, heads).view(heads, 8, 5)[:, order].flatten(0, 1), weight)
+
+
+def test_a_part_of_a_head_is_rotated_as_its_halves_or_its_neighbours() -> None:
+    assert half_order(8, None, neighbours=False) is None
+    assert half_order(8, 4, neighbours=False) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert half_order(8, 4, neighbours=True) == [0, 2, 4, 5, 1, 3, 6, 7]
+    assert half_order(8, 0, neighbours=True) is None
 
 
 def divisors(theta: float, factor: float, head_dim: int) -> np.ndarray:
@@ -251,7 +259,7 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path: Path, write_mod
     assert table.min() == 1.0
     assert ((table > 1.0) & (table < 32.0)).any()  # all three branches are in use
     write_gguf(tmp_path / "m.gguf", model, extra=lambda writer: writer.add_tensor("rope_freqs.weight", table))
-    rope = load_config(tmp_path / "m.gguf").rope
+    rope = load_config(tmp_path / "m.gguf").layer.rope
     assert (rope.kind, rope.theta, rope.factor) == ("llama3", 5e5, 32.0)
     assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions) == (1.0, 4.0, 8192)
     assert "rope_freqs.weight" not in load_weights(tmp_path / "m.gguf", load_config(tmp_path / "m.gguf"))
@@ -268,7 +276,7 @@ def test_linear_scaling_is_read(tmp_path: Path, write_model: Any) -> None:
         writer.add_rope_scaling_factor(4.0)
 
     write_gguf(tmp_path / "m.gguf", write_model(tmp_path, "Llama"), extra=linear)
-    rope = load_config(tmp_path / "m.gguf").rope
+    rope = load_config(tmp_path / "m.gguf").layer.rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
@@ -278,14 +286,14 @@ def test_yarn_scaling_is_that_of_the_model_it_came_from(tmp_path: Path, write_mo
     model = write_model(tmp_path, "Llama", rope_parameters=given, max_position_embeddings=64)
     write_gguf(tmp_path / "m.gguf", model, extra=_yarn())
     read = load_config(tmp_path / "m.gguf")
-    assert read.rope == load_config(tmp_path).rope
+    assert read.layer.rope == load_config(tmp_path).layer.rope
     assert read.max_positions == load_config(tmp_path).max_positions == 128
     louder = _yarn(attn_factor=2.0, yarn_beta_fast=16.0, yarn_beta_slow=2.0)
     write_gguf(tmp_path / "louder.gguf", model, extra=louder)
-    rope = load_config(tmp_path / "louder.gguf").rope
+    rope = load_config(tmp_path / "louder.gguf").layer.rope
     assert (rope.beta_fast, rope.beta_slow) == (16.0, 2.0)
-    assert rope.attention_factor == 2 * read.rope.attention_factor
-    assert parse_config(hf_config(load_config(tmp_path / "louder.gguf")), "converted").rope == rope
+    assert rope.attention_factor == 2 * read.layer.rope.attention_factor
+    assert parse_config(hf_config(load_config(tmp_path / "louder.gguf")), "converted").layer.rope == rope
 
 
 def _yarn(**more: float) -> Any:

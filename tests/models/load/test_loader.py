@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
-from paceline.models.load.hf_config import NEUTRAL, parse_config, rope_scaling
+from paceline.models.families import FAMILIES
+from paceline.models.families.hf import NEUTRAL, rope_scaling
+from paceline.models.load.hf_config import parse_config
 from paceline.models.load.loader import load_config, load_generation_defaults, load_weights
 from paceline.models.load.open_model import load_model
 from paceline.models.rope import rope_tables
-from paceline.models.spec import RopeConfig
+from paceline.models.spec import HEAD, RopeConfig
 from paceline.models.weights import WeightKind
 from tests.helpers.tiny import SMALL, write_tokenizer
 
@@ -43,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         {"windows": (None, 8)},
     ),
-    "qwen3": ("Qwen3", {"head_dim": 32}, {"qk_norm": True, "head_dim": 32, "qkv_bias": False}),
+    "qwen3": ("Qwen3", {"head_dim": 32}, {"qk_norm": HEAD, "head_dim": 32, "qkv_bias": False}),
     "qwen3 biased": ("Qwen3", {"head_dim": 32, "attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
 }
 
@@ -56,7 +58,8 @@ def test_every_architecture_loads_as_transformers_wrote_it(case: str, tmp_path: 
     assert config.architecture == kind.lower()
     assert (config.vocab_size, config.hidden_size, config.num_layers) == (96, 64, 2)
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
-    assert {field: getattr(config, field) for field in expected} == expected
+    found = {field: getattr(config if hasattr(config, field) else config.layer, field) for field in expected}
+    assert found == expected
     weights = load_weights(tmp_path, config)
     state = model.state_dict()
     assert set(weights) == set(state) - ({"lm_head.weight"} if config.tie_embeddings else set())
@@ -101,12 +104,12 @@ ROPE_FORMS: list[tuple[dict[str, Any], RopeConfig]] = [
 
 @pytest.mark.parametrize(("keys", "expected"), ROPE_FORMS)
 def test_old_and_new_spellings_of_rope_mean_the_same(keys: dict[str, Any], expected: RopeConfig) -> None:
-    assert parse_config(RAW | keys, "config.json").rope == expected
+    assert parse_config(RAW | keys, "config.json").layer.rope == expected
 
 
 def test_transformers_writes_a_rope_we_read(tmp_path: Path, write_model: Any) -> None:
     write_model(tmp_path, "Llama", rope_parameters=LLAMA3 | {"rope_theta": 7e4})
-    assert load_config(tmp_path).rope == RopeConfig(theta=7e4, kind="llama3", factor=8.0, original_max_positions=32)
+    assert load_config(tmp_path).layer.rope == RopeConfig(theta=7e4, kind="llama3", factor=8.0, original_max_positions=32)
 
 
 YARNS: dict[str, dict[str, Any]] = {
@@ -127,12 +130,12 @@ YARNS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_a_rope_that_is_written_is_read_back(keys) -> None:
-    rope = parse_config(RAW | keys, "config.json").rope
+    rope = parse_config(RAW | keys, "config.json").layer.rope
     for written in (
         {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope)},
         {"rope_parameters": {**rope_scaling(rope), "rope_theta": rope.theta}},
     ):
-        assert parse_config(RAW | written, "config.json").rope == rope
+        assert parse_config(RAW | written, "config.json").layer.rope == rope
 
 
 @pytest.mark.parametrize("case", YARNS)
@@ -147,8 +150,10 @@ def test_yarn_gives_the_tables_of_transformers(case: str, theta: float) -> None:
         LlamaConfig(**(raw | {"rope_parameters": YARN | YARNS[case] | {"rope_theta": theta}}))
     )
     expected = oracle(torch.zeros(1), torch.arange(500)[None])
-    for got, wanted in zip(rope_tables(config.rope, config.head_dim, 500, torch.device("cpu")), expected, strict=True):
-        torch.testing.assert_close(got, wanted[0, :, : config.head_dim // 2], rtol=1e-6, atol=1e-6)
+    for got, wanted in zip(
+        rope_tables(config.layer.rope, config.layer.head_dim, 500, torch.device("cpu")), expected, strict=True
+    ):
+        torch.testing.assert_close(got, wanted[0, :, : config.layer.head_dim // 2], rtol=1e-6, atol=1e-6)
 
 
 def test_yarn_lengthens_a_context_that_the_config_left_short() -> None:
@@ -249,11 +254,17 @@ EXOTIC: dict[str, Any] = {
 JUNK = [None, True, False, -1, 0, 1, 1.5, math.nan, math.inf, 10**30, "", "x", [], ["x"], [None], {}, {"x": 1}]
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+FURTHER = (  # keys of some families
+    *("query_pre_attn_scalar", "use_bidirectional_attention", "rope_local_base_freq", "sliding_window_pattern"),
+    *("no_rope_layer_interval", "layer_norm_eps", "attention_out_bias", "use_bias", "hidden_activation"),
+)
+
+
+@pytest.mark.parametrize("kind", [family.classes[-1] for family in FAMILIES])
 def test_no_config_causes_anything_but_a_model_error(kind: str) -> None:
     sound = {key: value for key, value in (RAW | EXOTIC).items() if value is not None}
-    sound["architectures"] = [f"{kind}ForCausalLM"]
-    for key in [*RAW, *EXOTIC, *NEUTRAL, "hidden_act"]:
+    sound["architectures"] = [kind]
+    for key in [*RAW, *EXOTIC, *NEUTRAL, *FURTHER, "hidden_act"]:
         for value in JUNK:
             for absent in ({}, {"layer_types": None}):
                 with contextlib.suppress(ModelError):

@@ -21,8 +21,9 @@ from torch import Tensor
 from paceline.engine.policy.memory import PolicyMemory
 from paceline.errors import BrokenModel, ModelError, UnsupportedModel
 from paceline.models.kernels import INT8
-from paceline.models.load.loader import expected_shapes, load_config, load_weights
+from paceline.models.load.loader import load_config, load_weights
 from paceline.models.load.open_model import load_model
+from paceline.models.load.placement import expected_shapes
 from paceline.models.load.quantized_config import parse_quantization
 from paceline.models.quant.code_blocks import as_blocks
 from paceline.models.weights import StoredWeight, WeightKind

@@ -130,7 +130,7 @@ def export(folder: Path, form: str, out: Path, target: ExportTarget | None) -> N
     features = {
         "a norm for each tap before fc (tap_norm)": config.tap_norm,
         "an embedding for each mask (mask_embedding)": config.mask_embedding,
-        "attention without norms of q and k": not config.body.qk_norm,
+        "attention without norms of q and k": not config.body.layer.qk_norm,
         "masks without a token of the vocabulary (mask_token_id)": config.mask_token_id is None,
     }
     refuse_features(folder, form, features)

@@ -7,7 +7,7 @@ the stream leaves, one less.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_draf
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.files.json_fields import Json, JsonFields
 from paceline.models.load.hf_config import parse_config
-from paceline.models.spec import ModelConfig
+from paceline.models.spec import HEAD, ModelConfig
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 TAP_NORM, MASKS = "tap_norm.weight", "mask_embedding.weight"
@@ -116,9 +116,9 @@ def _body(fields: JsonFields, tensors: Mapping[str, Tensor]) -> ModelConfig:
             f"{source}: layers of model_type {family!r} are not supported; {', '.join(folder.FAMILIES)} are"
         )
     body = parse_config({**layer, "architectures": [folder.FAMILIES[family]]}, source)
-    if body.qkv_bias or body.mlp_bias:
+    if body.layer.qkv_bias or body.layer.mlp_bias:
         raise UnsupportedModel(f"{source}: a drafter's layers with biases are not supported")
-    return replace(body, qk_norm="layers.0.self_attn.q_norm.weight" in tensors)
+    return body.with_layers(qk_norm=HEAD if "layers.0.self_attn.q_norm.weight" in tensors else None)
 
 
 def _taps(fields: JsonFields, published: JsonFields) -> tuple[int, ...]:
@@ -146,6 +146,6 @@ def described(config: DSparkConfig) -> Json:
         "target_hidden_size": config.body.hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
     }
-    layer = {**folder.layer_keys(config.body), "rope_parameters": folder.rope_keys(config.body.rope)}
+    layer = {**folder.layer_keys(config.body), "rope_parameters": folder.rope_keys(config.body.layer.rope)}
     own = {key: getattr(config, key) for key in OWN_KEYS}
     return folder.description(config.method, "0.4.0", architecture, layer, config.depth, config.target, own) | keys

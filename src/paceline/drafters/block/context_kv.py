@@ -48,7 +48,9 @@ class ContextKV:
         if isinstance(kernels, NativeKernels):
             tap_norm = None if self._tap_norm is None else self._tap_norm.data_ptr()
             pointers = tap_norm, self._norm.data_ptr()
-            self.view = ContextKVView(*pointers, self._fc.view, self._kv.view, len(config.taps))
+            self.view = ContextKVView(
+                *pointers, self._fc.view, self._kv.view, len(config.taps), config.body.rms_norm_eps
+            )
         self._graphs: dict[int, CudaGraph] = {}
         self._scratch: list[Tensor] = []  # scratch of kernels, which graphs point into
         self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), inputs of the graphs
@@ -121,8 +123,7 @@ class ContextKV:
             return
         kv = kernels.linear(self.joined(taps), self._kv).view(len(taps), len(layers), -1)
         each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)
-        for layer, cache, part in zip(layers, self._caches, each, strict=True):
+        for index, (layer, cache, part) in enumerate(zip(layers, self._caches, each, strict=True)):
             # Rows have keys and values alone: there are no queries to norm or rotate.
-            kernels.rope_and_store(
-                part, plan, RopeArgs(shape.cos, shape.sin, layer.k_norm, layer.k_norm, shape.eps), cache
-            )
+            rope = RopeArgs(*shape.tables[index], layer.k_norm, layer.k_norm, shape.eps)
+            kernels.rope_and_store(part, plan, rope, cache)

@@ -26,7 +26,7 @@ SIZES = 64  # sizes of drafts whose views are cached
 
 class DrafterView(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("heads", "layers", "context_kv", "columns", "masks", "norm")),
+        *((name, c_void_p) for name in ("layers", "context_kv", "columns", "masks", "norm")),
         *((name, ProductView) for name in ("embedding", "head")),
         *((name, c_int64) for name in ("num_layers", "first_row", "max_positions", "block_size")),
     )
@@ -125,7 +125,7 @@ class NativeBlocks:
         if bound is None or bound[0] is not stack or bound[1] is not columns or bound[2] is not states:
             check_in_place(states)
             self._bound, view, drafting = (stack, columns, states), self._view, self._drafting
-            (view.heads, view.layers, view.num_layers), view.columns = stack.addresses, columns.data_ptr()
+            (view.layers, view.num_layers), view.columns = stack.address, columns.data_ptr()
             drafting.states, drafting.tokens = states.data_ptr(), tokens.data_ptr()
             drafting.capacity, drafting.ring_width = capacity, states.stride(0)
             self._prepared.clear()

@@ -18,7 +18,8 @@ from paceline.drafters.methods import EAGLE, EAGLE3, MTP
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.files.json_fields import Json, JsonFields
 from paceline.models.decoder import FINAL
-from paceline.models.load.hf_config import parse_config, rope_scaling
+from paceline.models.families.hf import rope_scaling
+from paceline.models.load.hf_config import parse_config
 from paceline.models.spec import ModelConfig
 
 HEADS = 32  # transformers' default number for both families, which speculators' files leave out
@@ -177,7 +178,7 @@ def layer_config(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source
     merged = {**defaults, **keys, "architectures": [folder.FAMILIES[family]], "num_hidden_layers": 1}
     fixed = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "use_sliding_window": False}
     body = parse_config(merged | fixed, source)
-    if f"{attention}.q_norm.weight" not in tensors and body.qk_norm:
+    if f"{attention}.q_norm.weight" not in tensors and body.layer.qk_norm:
         raise BrokenModel(f"{source}: tensor {attention}.q_norm.weight is missing")
     return body
 
@@ -218,8 +219,8 @@ def raw_description(config: EagleConfig) -> Json:
     """Return config.json of a folder as published."""
     name = "LlamaForCausalLMEagle3" if config.fused else "EagleLlamaForCausalLM"
     raw: Json = {"architectures": [name], **_layer(config)}
-    if config.body.rope.kind != "default":
-        raw["rope_scaling"] = rope_scaling(config.body.rope)
+    if config.body.layer.rope.kind != "default":
+        raw["rope_scaling"] = rope_scaling(config.body.layer.rope)
     if config.fused:
         raw |= _own_keys(config)
         if config.target_hidden_size:
@@ -238,7 +239,7 @@ def raw_description(config: EagleConfig) -> Json:
 def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
     """Return config.json in speculators' layout; `tokens`: of a chain, unless its reader chooses."""
     assert config.fused, "speculators has no EAGLE-1"
-    rope = folder.rope_keys(config.body.rope)
+    rope = folder.rope_keys(config.body.layer.rope)
     layer = {**_layer(config), "num_aux_hidden_states": config.num_taps, "rope_parameters": rope}
     keys = {
         **_own_keys(config),

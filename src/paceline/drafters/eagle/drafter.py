@@ -262,9 +262,11 @@ class EagleDrafter(TappedDrafter):
         from paceline.models.backends.cuda.attention.division import Division, Work, tiles_of
 
         body = self._layer.config.body
-        tile, begin, count = tiles_of(np.repeat(np.arange(batch), rows // batch), body.num_heads // body.num_kv_heads)
-        q_rows, reach = rows * (body.num_heads // body.num_kv_heads), longest + DEPTH
-        division = Division.of(q_rows, len(begin), tile, path_width, body.num_kv_heads, reach)
+        tile, begin, count = tiles_of(
+            np.repeat(np.arange(batch), rows // batch), body.layer.heads // body.layer.kv_heads
+        )
+        q_rows, reach = rows * (body.layer.heads // body.layer.kv_heads), longest + DEPTH
+        division = Division.of(q_rows, len(begin), tile, path_width, body.layer.kv_heads, reach)
         dealt = division.dealt(begin, count, np.full(rows, reach, np.int32), reach)
         numbers = np.concatenate([division.header(reach, longest), dealt])
         (shares,) = packed_to(self.device, torch.from_numpy(numbers))

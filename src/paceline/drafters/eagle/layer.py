@@ -9,7 +9,6 @@ The output of a position takes the place of the feature of the next.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 
 import torch
@@ -42,7 +41,7 @@ class EagleLayer:
         """`embedding` and `head`: the target's, in place of those that the checkpoint lacks."""
         self.config, self.device, self._kernels = config, device, kernels
         self.dtypes = dtypes or Dtypes.of(tensors["fc.weight"].dtype, device)
-        self.kv_spec = KVSpec(num_kv_heads=config.body.num_kv_heads, head_dim=config.body.head_dim)
+        self.kv_spec = KVSpec(num_kv_heads=config.body.layer.kv_heads, head_dim=config.body.layer.head_dim)
         vector = functools.partial(self._vector, tensors)
         packed = functools.partial(self._packed, tensors)
         attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
@@ -62,7 +61,7 @@ class EagleLayer:
         self._embedding, self._head = self._ends(tensors, embedding, head)
         products = self._qkv, self._output, self._gate_up, self._down, self._head
         self.pass_bytes = sum([product.nbytes for product in products])
-        self._eps, self._scale = config.body.rms_norm_eps, 1 / math.sqrt(config.body.head_dim)
+        self._eps, self._scale = config.body.rms_norm_eps, config.body.layer.scale
         self._rope: RopeArgs | None = None
         self.digest = f"{config.taps(target.num_layers)}/{digest(tensors[name] for name in sorted(tensors))}"
 
@@ -94,7 +93,7 @@ class EagleLayer:
     def bind(self, positions: int) -> None:
         """Make rotary tables for `positions`: a drafter's own limit is often shorter than its target's context."""
         body = self.config.body
-        cos, sin = rope_tables(body.rope, body.head_dim, positions, self.device)
+        cos, sin = rope_tables(body.layer.rope, body.layer.head_dim, positions, self.device)
         self._rope = RopeArgs(cos, sin, self._q_norm, self._k_norm, self._eps)
 
     @property
@@ -128,7 +127,7 @@ class EagleLayer:
         attended = kernels.attention(self._queries(hidden, plan, cache), plan, cache, self._scale, None)
         assert self._mlp_norm is not None
         hidden = kernels.add_rms_norm(kernels.linear(attended, self._output), residual, self._mlp_norm, self._eps)
-        return residual + kernels.linear(kernels.silu_mul(kernels.linear(hidden, self._gate_up)), self._down)
+        return residual + kernels.linear(kernels.gate(kernels.linear(hidden, self._gate_up)), self._down)
 
     def read(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits (M, Vd) in fp32, and the features that the next tokens are paired with."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache, slots_of
 from paceline.models.plan import PassPlan
+from paceline.models.spec import SILU
 from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
 
 FEW_ROWS = 7  # rows M up to which MKL multiplies (N, K) by (K, M) faster than (M, K) by (K, N)
@@ -57,21 +58,26 @@ class TorchKernels:
         logits = self.linear(x, weight).float()
         return logits if out is None else out.copy_(logits)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def cap(self, logits: Tensor, softcap: float) -> Tensor:
+        return _capped(logits, softcap)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         wide = _widen(x)
+        if centred:
+            wide = wide - wide.mean(-1, keepdim=True)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (wide * scale).to(x.dtype) * weight
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         residual += x
-        return self.rms_norm(residual, weight, eps)
+        return self.rms_norm(residual, weight, eps, centred)
 
     def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         _, kv_heads, dim = cache.k.shape
         heads = qkv.view(len(qkv), -1, dim)
         q, k, v = torch.tensor_split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], dim=1)
-        q = q if rope.q_norm is None else self.rms_norm(q, rope.q_norm, rope.eps)
-        k = k if rope.k_norm is None else self.rms_norm(k, rope.k_norm, rope.eps)
+        q = q if rope.q_norm is None else self._normed_heads(q, rope.q_norm, rope.eps)
+        k = k if rope.k_norm is None else self._normed_heads(k, rope.k_norm, rope.eps)
         reads = self._reads(plan)
         cos, sin = reads.rotation(rope)
         k, v = _rotate(k, cos, sin), v
@@ -80,10 +86,18 @@ class TorchKernels:
         cache.write(reads.slots, k, v)
         return _rotate(q, cos, sin)
 
-    def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+    def _normed_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Norm each head of (M, H, D), or with a weight of (H * D,) all of them as one."""
+        if len(weight) == heads.shape[-1]:
+            return self.rms_norm(heads, weight, eps)
+        return self.rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
+
+    def attention(
+        self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         out = torch.empty_like(q)
         for group in self._reads(plan).groups(window, q.shape[1], cache):
-            out[group.rows] = _attend(q[group.rows], group, cache, scale).to(q.dtype)
+            out[group.rows] = _attend(q[group.rows], group, cache, scale, softcap).to(q.dtype)
         return out.flatten(1)
 
     def _reads(self, plan: PassPlan) -> PassReads:
@@ -94,21 +108,21 @@ class TorchKernels:
             self._last = plan, reads
         return reads
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: str = SILU) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == SILU else F.gelu(gate, approximate="tanh")) * up
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return LayerByLayer(self, layers, caches, shape)
 
 
-def _attend(q: Tensor, group: SequenceGroup, cache: LayerCache, scale: float) -> Tensor:
+def _attend(q: Tensor, group: SequenceGroup, cache: LayerCache, scale: float, softcap: float) -> Tensor:
     """Attend (S, R, Hq, D), S sequences of R rows each, to the keys of the sequence, then to the row's own."""
     shape = q.shape
     heads = cache.k.shape[1]
     grouped = _widen(q).view(*shape[:2], heads, -1, shape[3]).permute(0, 2, 3, 1, 4) * scale  # (S, Hkv, G, R, D)
     keys, values = (_widen(t).permute(0, 2, 1, 3)[:, :, None] for t in cache.read(group.slots))
-    scores = grouped @ keys.transpose(-1, -2)  # (S, Hkv, G, R, T)
+    scores = _capped(grouped @ keys.transpose(-1, -2), softcap)  # (S, Hkv, G, R, T)
     if group.hidden is not None:
         scores.masked_fill_(group.hidden[:, None, None], float("-inf"))
     if group.path is None or group.path_hidden is None:
@@ -116,11 +130,15 @@ def _attend(q: Tensor, group: SequenceGroup, cache: LayerCache, scale: float) ->
     else:
         shared = scores.shape[-1]
         ahead, ahead_values = (_widen(t).permute(0, 3, 1, 2, 4) for t in cache.read(group.path))  # (S, Hkv, R, P, D)
-        along = torch.einsum("shgrd,shrpd->shgrp", grouped, ahead)
+        along = _capped(torch.einsum("shgrd,shrpd->shgrp", grouped, ahead), softcap)
         along.masked_fill_(group.path_hidden[:, None, None], float("-inf"))
         weights = torch.cat([scores, along], -1).softmax(-1)
         mixed = weights[..., :shared] @ values + torch.einsum("shgrp,shrpd->shgrd", weights[..., shared:], ahead_values)
     return mixed.permute(0, 3, 1, 2, 4).reshape(shape)
+
+
+def _capped(scores: Tensor, cap: float) -> Tensor:
+    return scores.div_(cap).tanh_().mul_(cap) if cap else scores
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

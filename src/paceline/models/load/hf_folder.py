@@ -6,6 +6,7 @@ The error for a file that is missing, cut short or of another kind names the fil
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from paceline.models.quant.block_file import BLOCK_WEIGHTS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}  # of a multimodal model
+TOWERS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\.")
 
 
 class TensorFiles:
@@ -25,6 +28,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, SafetensorsFile] = {}
+        self._stored: dict[str, str] = {}  # names in the files of a multimodal model's text
         for file in [SafetensorsFile(folder / shard) for shard in _shards(folder)]:
             if twice := next((name for name in file.headers if name in self._file_of), None):
                 others = self._file_of[twice].path.name, file.path.name
@@ -32,12 +36,30 @@ class TensorFiles:
             self._file_of |= dict.fromkeys(file.headers, file)
         self.headers = {name: file.headers[name] for name, file in self._file_of.items()}
 
+    def keep_text(self) -> None:
+        """Drop the towers of a multimodal model, and name its text as that of a text model."""
+        named = {_text_name(name): name for name in self._file_of}
+        self._stored = {text: name for text, name in named.items() if text is not None}
+        self.headers = {text: self._file_of[name].headers[name] for text, name in self._stored.items()}
+
     def block_kind(self, name: str) -> str | None:
         """Return the kind of blocks that a tensor of bytes holds (`block_file`)."""
-        return self._file_of[name].metadata.get(name)
+        stored = self._stored.get(name, name)
+        return self._file_of[stored].metadata.get(stored)
 
     def read(self, name: str) -> Tensor:
-        return self._file_of[name].read(name)
+        stored = self._stored.get(name, name)
+        return self._file_of[stored].read(stored)
+
+
+def _text_name(name: str) -> str | None:
+    """Return the name of a tensor in a text model; None for a tensor of a tower."""
+    if TOWERS.match(name):
+        return None
+    for prefix, text in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return text + name.removeprefix(prefix)
+    return name
 
 
 def read_model_json(path: Path) -> Json:

@@ -1,7 +1,7 @@
 """A model in a Hugging Face folder or a .gguf file: its config, its weights, its generation defaults.
 
-Weights have the names of a Hugging Face Llama, whatever their names in the file. Presence and shape of every tensor
-are checked against the config from the files' headers, before the first value is read.
+Weights have the names of the decoder (`placement`), whatever their names in the file. Presence and shape of every
+tensor are checked against the config from the files' headers, before the first value is read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, short_repr
 from paceline.files.gguf import GGUFFile, open_gguf
+from paceline.models.families.hf import token_ids
 from paceline.models.load.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
-from paceline.models.load.hf_config import parse_checkpoint, token_ids
+from paceline.models.load.hf_config import is_wrapper, parse_checkpoint
 from paceline.models.load.hf_folder import TensorFiles, read_model_json
+from paceline.models.load.placement import decoder_shapes, expected_shapes, places
 from paceline.models.load.quantized_config import Quantization, parse_quantization
 from paceline.models.load.quantized_tensors import UNUSED, CodedWeight, find_coded, names_of
 from paceline.models.quant.block_file import block_shape, checked_blocks
@@ -140,39 +142,26 @@ def load_weights(path: Path, config: ModelConfig) -> Weights:
 
 def load_all_weights(path: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
     """Return the decoder's weights and those that a drafter declares; a checkpoint with other tensors is refused."""
+    stored, extra = _stored_weights(path, config, declared)
+    return _placed(stored, config, in_gguf=is_gguf(path)), extra
+
+
+def load_stored_weights(path: Path, config: ModelConfig) -> Weights:
+    """Return the weights of a folder as they are stored, by the names of `expected_shapes`."""
+    return _stored_weights(path, config, lambda name: False)[0]
+
+
+def _stored_weights(path: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
     if is_gguf(path):
         return _gguf_weights(_open_gguf(path), config, declared)
     return _folder_weights(path, config, declared)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of the decoder, in the order of the computation."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears: list[tuple[str, int, int, bool]] = [  # name, out, in, bias
-        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, config.q_size, config.output_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    ]
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        for name, rows, columns, bias in linears:
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        if config.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+def _placed(stored: Weights, config: ModelConfig, *, in_gguf: bool) -> Weights:
+    """Return the decoder's weights, from those of a file."""
+    at, shapes = places(config, in_gguf=in_gguf), decoder_shapes(config)
+    kinds = {ours: WeightKind.FLOAT32 if place.less_one else stored.kinds[place.name] for ours, place in at.items()}
+    return Weights(kinds, lambda ours: at[ours].of(stored[at[ours].name], shapes[ours][0]))
 
 
 def check_shapes(
@@ -200,12 +189,14 @@ def _gguf_weights(file: GGUFFile, config: ModelConfig, declared: Declared) -> tu
     shapes = {name: file.tensors[stored].shape for name, stored in names.items()}
     own, extra = check_shapes(shapes, config, str(file.path), declared)
     kinds = {name: gguf_kind(file, stored) for name, stored in names.items()}
-    every = Weights(kinds, lambda name: gguf_weight(file, names[name], config))
+    every = Weights(kinds, lambda name: gguf_weight(file, names[name]))
     return every.only(own), every.only(extra)
 
 
 def _folder_weights(folder: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
     files = TensorFiles(folder)
+    if is_wrapper(read_model_json(folder / "config.json")):
+        files.keep_text()
     coded = _coded_weights(folder, config, files)
     kinds = {name: weight.kind for name, weight in coded.items()}
     shapes: dict[str, Shape] = {name: weight.shape for name, weight in coded.items()}

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.errors import BrokenModel
 from paceline.files.safetensors_writer import Header
-from paceline.models.load.loader import Weights, expected_shapes
+from paceline.models.load.loader import Weights
+from paceline.models.load.placement import expected_shapes
 from paceline.models.load.quantized_config import LINEAR
 from paceline.models.quant.block_file import DTYPES
 from paceline.models.spec import ModelConfig

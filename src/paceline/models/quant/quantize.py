@@ -21,7 +21,8 @@ from paceline.files.folders import new_folder, refuse_existing
 from paceline.files.safetensors_writer import write_tensors
 from paceline.models.load.fetch import TEMPLATES
 from paceline.models.load.hf_folder import WEIGHTS, read_model_json
-from paceline.models.load.loader import Weights, expected_shapes, load_config, load_quantization, load_weights
+from paceline.models.load.loader import Weights, load_config, load_quantization, load_stored_weights
+from paceline.models.load.placement import expected_shapes
 from paceline.models.load.store import MANIFEST
 from paceline.models.quant.block_file import BLOCK_WEIGHTS, write_blocks
 from paceline.models.quant.compress import COMPRESSED, group_of, headers, is_rounded, quantization_config, tensors
@@ -62,7 +63,7 @@ def quantize_folder(
     if (settings := load_quantization(source)) is not None:
         raise InvalidParameter("model", f"{source} is quantised already ({settings.method}); name the original model")
     config = load_config(source)
-    weights = load_weights(source, config)
+    weights = load_stored_weights(source, config)
     if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks or kind.has_scales), None):
         raise InvalidParameter("model", f"{source} is stored as {stored.label} already; name the original model")
     checked = Weights(weights.kinds, lambda name: _finite(weights[name], f"{source}: tensor {name}"))

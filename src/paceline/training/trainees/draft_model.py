@@ -18,7 +18,8 @@ from torch import Tensor
 
 from paceline.errors import InvalidParameter, UnsupportedModel
 from paceline.models.load.hf_folder import WEIGHTS
-from paceline.models.load.loader import expected_shapes, load_config, load_weights
+from paceline.models.load.loader import load_config, load_weights
+from paceline.models.load.placement import expected_shapes
 from paceline.models.load.quantized_config import KEYS
 from paceline.training.data.batch import TrainBatch, ahead, anchors
 from paceline.training.registry import BuiltTrainee, TraineeContext, between, options_of
@@ -42,7 +43,7 @@ class DraftTrainee:
         config, source = target.config, init_from or target.path
         source_config = load_config(source)
         if init_from is not None:
-            if expected_shapes(replace(source_config, num_layers=1)) != expected_shapes(replace(config, num_layers=1)):
+            if expected_shapes(source_config.of_depth(1)) != expected_shapes(config.of_depth(1)):
                 raise InvalidParameter("init_from", f"{init_from} is no draft model of this target: their sizes differ")
             options = replace(options, layers=source_config.num_layers)
         self.target, self.options = target, options

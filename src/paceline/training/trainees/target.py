@@ -113,7 +113,7 @@ class FrozenTarget:
         self.head: Tensor = self.embedding if config.tie_embeddings else tensor("lm_head.weight")
         self.norm: Tensor = tensor("model.norm.weight")
         self.layers = [layer_weights(tensor, f"model.layers.{index}") for index in range(config.num_layers)]
-        tables = rope_tables(config.rope, config.head_dim, min(config.max_positions, 1 << 15), device)
+        tables = rope_tables(config.layer.rope, config.layer.head_dim, min(config.max_positions, 1 << 15), device)
         self._tables: Rotary = tables
         self._compiled = torch.compile(decoder_layer, dynamic=False) if compiled else decoder_layer
 
@@ -138,7 +138,7 @@ class FrozenTarget:
         for index, weights in enumerate(self.layers):
             if index in taps:
                 tapped.append((index, hidden))
-            mask = masks[config.window(index)]
+            mask = masks[config.layers[index].window]
             hidden, _, _ = layer(hidden, rotary, mask, weights, config.rms_norm_eps, self.dtype)
         if config.num_layers in taps:
             tapped.append((config.num_layers, hidden))

@@ -21,6 +21,7 @@ from paceline.models.backends.cpu.weights import CPU, PackedRows, PackedWeight, 
 from paceline.models.kernels import FLOAT32, INT8, Layer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.spec import ACTIVATIONS, SILU
 from paceline.models.weights import StoredWeight, joined
 from paceline.native.library import Library, load_library
 
@@ -79,7 +80,7 @@ class NativeKernels:
         self._panel_bytes, self._pack = library.function("panel_bytes"), library.function("pack")
         self._linear, self._gather = library.function("linear"), library.function("gather")
         self._rms_norm = library.function("rms_norm")
-        self._silu_mul = library.function("silu_mul")
+        self._gate, self._cap = library.function("gate"), library.function("cap")
         self._rope_and_store = library.function("rope_and_store")
         self._attention = library.function("attention")
         self.layers, self.write_context_kv = library.function("layers"), library.function("write_context_kv")
@@ -146,21 +147,24 @@ class NativeKernels:
         logits = self.linear(x, weight)
         return logits if out is None else out.copy_(logits)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = fp32(x), fp32(weight)
-        rows, hidden = x.shape
-        out = torch.empty_like(x)
-        self._rms_norm(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), rows, hidden, eps, self.threads)
-        return out
+    def cap(self, logits: Tensor, softcap: float) -> Tensor:
+        check_in_place(logits)
+        self._cap(logits.data_ptr(), *logits.shape, softcap, self.threads)
+        return logits
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = fp32(x), fp32(weight)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        return self._norm(x, None, weight, eps, centred)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         check_in_place(residual)
+        return self._norm(x, residual, weight, eps, centred)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
+        x, weight = fp32(x), fp32(weight)
         rows, hidden = x.shape
-        out = torch.empty_like(x)
-        self._rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, hidden, eps, self.threads
-        )
+        out, to = torch.empty_like(x), None if residual is None else residual.data_ptr()
+        norm = (weight.data_ptr(), out.data_ptr(), rows, hidden, eps, centred)
+        self._rms_norm(x.data_ptr(), to, *norm, self.threads)
         return out
 
     def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
@@ -168,7 +172,9 @@ class NativeKernels:
         rows, width = qkv.shape
         _, kv_heads, dim = cache.k.shape
         q_heads = width // dim - 2 * kv_heads
-        heads, stored = HeadsView.of(rope.cos, rope.sin, q_heads, cache, rope.eps, 1.0), CacheView.of(cache)
+        whole = q_norm is not None and len(q_norm) != dim
+        heads = HeadsView.of(rope.cos, rope.sin, q_heads, cache, rope.eps, 1.0, whole_norm=whole)
+        stored = CacheView.of(cache)
         q = qkv.new_empty((rows, q_heads, dim))
         view = self.view(plan, rows)  # a reference of its own: another thread may replace the last plan
         status = self._rope_and_store(
@@ -184,11 +190,13 @@ class NativeKernels:
         check_status(status)
         return q
 
-    def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         q = fp32(q)
         rows, q_heads, dim = q.shape
         heads, stored = (
-            HeadsView.of(q, q, q_heads, cache, 0.0, scale),
+            HeadsView.of(q, q, q_heads, cache, 0.0, scale, softcap),
             CacheView.of(cache),
         )  # q: no rotary table is read
         out = q.new_empty((rows, q_heads * dim))
@@ -217,11 +225,12 @@ class NativeKernels:
             raise ValueError(f"a plan of {view.rows} rows was given {rows}")
         return view
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: str = SILU) -> Tensor:
         gate_up = fp32(gate_up)
         rows, width = gate_up.shape
         out = gate_up.new_empty((rows, width // 2))
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, self.threads)
+        kind = ACTIVATIONS.index(activation)
+        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, kind, self.threads)
         return out
 
 

@@ -16,6 +16,7 @@ from paceline.models.backends.cpu.weights import PackedRows, PackedWeight, Produ
 from paceline.models.kernels import Layer, StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ROW_FIELDS, ModelOutput, PassPlan
+from paceline.models.spec import ACTIVATIONS, PARALLEL, WHOLE, ModelConfig
 
 if TYPE_CHECKING:
     from paceline.models.backends.cpu.kernels import NativeKernels
@@ -72,40 +73,60 @@ class CacheView(ctypes.Structure):
 
 
 class HeadsView(ctypes.Structure):
-    """The heads of a model's layers, their rotary tables and their cache."""
+    """The heads of a layer, their rotary tables, norms and scores."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("cos", "sin")),
-        *((name, c_int64) for name in ("q_heads", "kv_heads", "dim", "num_positions", "num_slots")),
-        *((name, c_float) for name in ("eps", "scale")),
+        *((name, c_int64) for name in ("q_heads", "kv_heads", "dim", "num_positions", "num_slots", "whole_norm")),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
     )
 
     @classmethod
-    def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
+    def of(
+        cls,
+        cos: Tensor,
+        sin: Tensor,
+        q_heads: int,
+        cache: LayerCache,
+        eps: float,
+        scale: float,
+        softcap: float = 0.0,
+        *,
+        whole_norm: bool = False,
+    ) -> HeadsView:
         num_slots, kv_heads, dim = cache.k.shape
         for table in (cos, sin):  # C keeps pointers to the tables, so they must not be copies
             check_in_place(table)
-        return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
+        sizes = (q_heads, kv_heads, dim, cos.shape[0], num_slots, whole_norm)
+        return cls(cos.data_ptr(), sin.data_ptr(), *sizes, eps, scale, softcap)
+
+
+NORMS = ("input_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm", "down_norm")
 
 
 class LayerView(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, c_void_p) for name in NORMS),
+        ("heads", HeadsView),
         ("cache", CacheView),
-        ("window", c_int64),
+        *((name, c_int64) for name in ("window", "activation", "is_parallel", "centred")),
         *((name, ProductView) for name in ("qkv", "output", "gate_up", "down")),
     )
 
     @classmethod
-    def of(cls, layer: Layer, cache: LayerCache) -> LayerView:
-        norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+    def of(cls, layer: Layer, cache: LayerCache, index: int, shape: StackParams) -> LayerView:
+        norms, spec = [getattr(layer, name) for name in NORMS], layer.spec
         for norm in norms:
             if norm is not None:
                 check_in_place(norm)
+        scores, whole = (spec.scale, spec.softcap), spec.qk_norm == WHOLE
+        heads = HeadsView.of(*shape.tables[index], spec.heads, cache, shape.eps, *scores, whole_norm=whole)
+        kinds = (spec.window or 0, ACTIVATIONS.index(spec.activation), spec.norms == PARALLEL, shape.centred)
         products = (layer.qkv, layer.output, layer.gate_up, layer.down)
         return cls(
             *(None if norm is None else norm.data_ptr() for norm in norms),
-            *(CacheView.of(cache), layer.window or 0),
+            *(heads, CacheView.of(cache)),
+            *kinds,
             *(product.view for product in products),
         )
 
@@ -126,6 +147,7 @@ class ContextKVView(ctypes.Structure):
         *((name, c_void_p) for name in ("tap_norm", "norm")),
         *((name, ProductView) for name in ("join", "kv")),
         ("taps", c_int64),
+        ("eps", c_float),
     )
 
 
@@ -137,8 +159,8 @@ class NativeStack:
     ) -> None:
         self.caches, self._kernels = caches, kernels
         self._kept = layers, shape  # the views point into these
-        self._heads = HeadsView.of(shape.cos, shape.sin, shape.q_heads, caches[0], shape.eps, shape.scale)
-        self._layers = (LayerView * len(layers))(*map(LayerView.of, layers, caches))
+        views = [LayerView.of(layers[at], caches[at], at, shape) for at in range(len(layers))]
+        self._layers = (LayerView * len(layers))(*views)
 
     def run_tapped(self, residual: Tensor, plan: PassPlan, taps: Sequence[int], out: Tensor) -> Tensor:
         """Run all layers; tap j is the residual stream before layer taps[j] (-1: none), written to out[:, j]."""
@@ -158,7 +180,6 @@ class NativeStack:
         view = self._kernels.view(plan, residual.shape[0])
         status = self._kernels.layers(
             ctypes.addressof(view),
-            ctypes.addressof(self._heads),
             ctypes.addressof(self._layers[first]),
             last - first,
             residual.data_ptr(),
@@ -173,34 +194,44 @@ class NativeStack:
     def write_context_kv(self, taps: Tensor, plan: PassPlan, weights: ContextKVView) -> None:
         """Write keys and values of all layers, computed from the target's hidden states (M, T, H), to their caches."""
         taps, view = fp32(taps), self._kernels.view(plan, taps.shape[0])
-        heads, layers, count = self.addresses
+        layers, count = self.address
         status = self._kernels.write_context_kv(
-            *(ctypes.addressof(view), heads, layers, count, ctypes.addressof(weights), taps.data_ptr()),
+            *(ctypes.addressof(view), layers, count, ctypes.addressof(weights), taps.data_ptr()),
             self._kernels.threads,
         )
         check_status(status)
 
     @property
-    def addresses(self) -> tuple[int, int, int]:
-        """Addresses of the heads and of the layers, and the number of layers."""
-        return ctypes.addressof(self._heads), ctypes.addressof(self._layers), len(self._layers)
+    def address(self) -> tuple[int, int]:
+        """Return the address of the layers, and their number."""
+        return ctypes.addressof(self._layers), len(self._layers)
 
 
 class ModelView(ctypes.Structure):
     _fields_ = (
         *((name, ProductView) for name in ("embedding", "head")),
         ("norm", c_void_p),
-        ("vocab", c_int64),
+        *((name, c_int64) for name in ("vocab", "centred")),
+        *((name, c_float) for name in ("eps", "embed_scale", "logit_scale", "logit_softcap")),
     )
 
 
 class NativePass:
     def __init__(
-        self, kernels: NativeKernels, embedding: Tensor | PackedRows, norm: Tensor, head: PackedWeight
+        self,
+        kernels: NativeKernels,
+        embedding: Tensor | PackedRows,
+        norm: Tensor,
+        head: PackedWeight,
+        config: ModelConfig,
     ) -> None:
         check_in_place(norm)
         self._kernels, self._kept = kernels, (embedding, norm, head)  # the view points into these
-        self._view = ModelView(rows_view(embedding), head.view, norm.data_ptr(), embedding.shape[0])
+        self._view = ModelView(
+            rows_view(embedding), head.view, norm.data_ptr(), embedding.shape[0], config.mean_centred,
+            config.rms_norm_eps, config.embed_scale, config.logit_scale, config.logit_softcap,
+        )  # fmt: skip
+        self._stream_scale = config.stream_scale
         (self._vocab, self._hidden), self._address = head.shape, ctypes.addressof(self._view)
         self._taps: dict[tuple[int, ...], ctypes.Array[c_int64]] = {}  # arrays for native code
 
@@ -215,13 +246,15 @@ class NativePass:
         out = torch.empty(rows, len(taps), self._hidden) if taps else None
         logits = torch.empty(rows if chosen is None else chosen.shape[0], self._vocab)
         view, taps_view = kernels.view(plan, rows), self._taps_view(tuple(taps), out)
-        heads, layers, count = stack.addresses
+        layers, count = stack.address
         status = kernels.whole_pass(
-            *(self._address, ctypes.addressof(view), heads, layers, count, tokens.data_ptr()),
+            *(self._address, ctypes.addressof(view), layers, count, tokens.data_ptr()),
             *(None if chosen is None else chosen.data_ptr(), logits.shape[0], ctypes.addressof(taps_view)),
             *(logits.data_ptr(), kernels.threads),
         )
         check_status(status)
+        if out is not None and self._stream_scale != 1.0:
+            out *= self._stream_scale
         return ModelOutput(logits, out)
 
     def _taps_view(self, taps: tuple[int, ...], out: Tensor | None) -> TapsView:

@@ -5,6 +5,7 @@ One program sees a whole row (or head), so a row's sums have one order.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,11 +13,12 @@ from torch import Tensor
 from paceline.models.kernels import RopeArgs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.spec import GELU_TANH, SILU
 from paceline.platform.launch import overlapped, release, wait
 
 
-def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add `added` to x in place, if given; return the normed rows.
+def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+    """Add `added` to x in place, if given; return the normed rows; `centred`: after subtraction of a row's mean.
 
     `added` may be the segments of a product, (S, M, H) in fp32: their sum in order is rounded to the dtype of x.
     """
@@ -27,7 +29,8 @@ def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Ten
         block = triton.next_power_of_2(hidden)
         _rms_norm[(rows,)](
             x, x if added is None else added.contiguous(), weight, out, rows, hidden, eps,
-            BLOCK=block, ADD=added is not None, SEGMENTS=0 if added is None or added.ndim == 2 else len(added),
+            BLOCK=block, CENTRED=centred, ADD=added is not None,
+            SEGMENTS=0 if added is None or added.ndim == 2 else len(added),
             num_warps=max(1, min(16, block // 256)), **overlapped(),
         )  # fmt: skip
     return out
@@ -38,6 +41,10 @@ def rope_and_store(qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCach
     rows, width = qkv.shape
     _, kv_heads, dim = cache.k.shape
     q_heads = width // dim - 2 * kv_heads
+    if q_norm is not None and k_norm is not None and len(q_norm) != dim:  # all heads are normed as one
+        parts = qkv.split([len(q_norm), len(k_norm), len(k_norm)], 1)
+        q, k = (rms_norm(x.contiguous(), None, norm, eps) for x, norm in zip(parts, (q_norm, k_norm), strict=False))
+        qkv, q_norm, k_norm = torch.cat((q, k, parts[2]), 1), None, None
     q = qkv.new_empty((rows, q_heads, dim))
     if rows:
         _rope_and_store[(rows, q_heads + 2 * kv_heads)](
@@ -50,12 +57,14 @@ def rope_and_store(qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCach
     return q
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate(gate_up: Tensor, activation: str = SILU) -> Tensor:
     rows, width = gate_up.shape
     out = gate_up.new_empty((rows, width // 2))
     if rows:
         block = 1024
-        _silu_mul[(rows, triton.cdiv(width // 2, block))](gate_up.contiguous(), out, width // 2, BLOCK=block)
+        _gate[(rows, triton.cdiv(width // 2, block))](
+            gate_up.contiguous(), out, width // 2, BLOCK=block, TANH=activation == GELU_TANH
+        )
     return out
 
 
@@ -76,6 +85,17 @@ def rotate(first, second, c, s):
 
 
 @triton.jit
+def activated(gate, TANH: tl.constexpr):
+    """Compute gate * sigmoid(s): s is the gate itself, or for the tanh form of GELU a polynomial of it."""
+    if TANH:
+        s = gate * (1.5957691216057308 + 0.07135481627159393 * gate * gate)
+        result = gate / (1.0 + tl.exp(-s))
+    else:
+        result = gate / (1.0 + tl.exp(-gate))
+    return result
+
+
+@triton.jit
 def cached(value, cache):
     """Convert a value to the dtype of the cache; e4m3 reaches 448."""
     if cache.dtype.element_ty == tl.float8e4nv:
@@ -86,7 +106,7 @@ def cached(value, cache):
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, added, weight, out, rows, hidden, eps,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, CENTRED: tl.constexpr, ADD: tl.constexpr, SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, BLOCK)
@@ -103,6 +123,8 @@ def _rms_norm(
     if ADD:
         value = value.to(x.dtype.element_ty).to(tl.float32)  # norm the rounded value, as stored in the residual stream
         tl.store(x + row + column, value.to(x.dtype.element_ty), mask=inside)
+    if CENTRED:
+        value = tl.where(inside, value - tl.sum(value) / hidden, 0.0)
     value = value * tl.rsqrt(tl.sum(value * value) / hidden + eps)
     tl.store(out + row + column, (value * scale).to(out.dtype.element_ty), mask=inside)
 
@@ -156,10 +178,10 @@ def _rope_and_store(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+def _gate(gate_up, out, width, BLOCK: tl.constexpr, TANH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, (activated(gate, TANH) * up).to(out.dtype.element_ty), mask=inside)

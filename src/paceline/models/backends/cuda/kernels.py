@@ -20,6 +20,7 @@ from paceline.models.kernels import FLOAT32, Layer, RopeArgs, Stack, StackParams
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.quant.code_blocks import as_codes
+from paceline.models.spec import PARALLEL, PRE, SILU
 from paceline.models.weights import Linear, StoredWeight, alike, in_one_kind, joined
 
 log = logging.getLogger("paceline")
@@ -70,21 +71,26 @@ class TritonKernels:
     def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         return linear(x, weight, out_dtype=torch.float32, out=out)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x.contiguous(), None, weight, eps)
+    def cap(self, logits: Tensor, softcap: float) -> Tensor:
+        return logits.div_(softcap).tanh_().mul_(softcap)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(residual, x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        return elementwise.rms_norm(x.contiguous(), None, weight, eps, centred)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        return elementwise.rms_norm(residual, x, weight, eps, centred)
 
     def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: RopeArgs, cache: LayerCache) -> Tensor:
         return elementwise.rope_and_store(qkv.contiguous(), plan, rope, cache)
 
-    def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         work = self.work(plan, q.shape[1], cache)
-        return attention(q, plan, work, cache, scale, window, self.workspace)
+        return attention(q, plan, work, cache, scale, window, self.workspace, softcap)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.silu_mul(gate_up)
+    def gate(self, gate_up: Tensor, activation: str = SILU) -> Tensor:
+        return elementwise.gate(gate_up, activation)
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams) -> Stack:
         return TritonStack(self, layers, caches, shape)
@@ -101,7 +107,7 @@ class TritonKernels:
 
 
 class TritonStack:
-    """The layers as a stream of kernels, eight to a layer: RoPE, cache write and SiLU * up are fused into products."""
+    """The layers as a stream of kernels, eight to a layer: RoPE, cache write and the gate are fused into products."""
 
     def __init__(
         self, kernels: TritonKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: StackParams
@@ -109,24 +115,38 @@ class TritonStack:
         self.caches, self._kernels, self._layers, self._shape = caches, kernels, layers, shape
 
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
-        kernels, shape = self._kernels, self._shape
-        work = kernels.work(plan, shape.q_heads, self.caches[0])
-        for layer, cache in zip(self._layers[first:last], self.caches[first:last], strict=True):
-            hidden = elementwise.rms_norm(residual, added, layer.input_norm, shape.eps)
-            q = self._queries(hidden, layer, cache, plan)
-            attended = attention(q, plan, work, cache, shape.scale, layer.window, kernels.workspace)
-            added = linear(attended, layer.output, in_segments=True)
-            hidden = elementwise.rms_norm(residual, added, layer.mlp_norm, shape.eps)
-            gated = linear(hidden, layer.gate_up, gated=True)
-            added = linear(gated, layer.down, in_segments=layer is not self._layers[last - 1])
+        work = self._kernels.work(plan, self._layers[0].spec.heads, self.caches[0])
+        for index in range(first, last):
+            layer, cache, spec = self._layers[index], self.caches[index], self._layers[index].spec
+            hidden = self._enter(added, residual, layer.input_norm)
+            q = self._queries(hidden, index, plan)
+            workspace = self._kernels.workspace
+            attended = attention(q, plan, work, cache, spec.scale, spec.window, workspace, spec.softcap)
+            # Sums of segments are added by the norm of the stream that follows.
+            added = linear(attended, layer.output, in_segments=spec.norms == PRE)
+            added = self._normed(added, layer.attention_norm)
+            if spec.norms != PARALLEL:
+                hidden = self._enter(added, residual, layer.mlp_norm)
+            gated = linear(hidden, layer.gate_up, gated=spec.activation)
+            out = linear(gated, layer.down, in_segments=spec.norms == PRE and index < last - 1)
+            out = self._normed(out, layer.down_norm)
+            added = added + out if spec.norms == PARALLEL else out
         assert added is not None, "a stack runs at least one layer"
         return added
 
-    def _queries(self, hidden: Tensor, layer: Layer, cache: LayerCache, plan: PassPlan) -> Tensor:
+    def _enter(self, added: Tensor | None, residual: Tensor, norm: Tensor | None) -> Tensor:
+        """Add the output before to the residual stream; return the input of a layer's half."""
+        if norm is not None:
+            return elementwise.rms_norm(residual, added, norm, self._shape.eps, self._shape.centred)
+        return residual if added is None else residual.add_(added)
+
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else elementwise.rms_norm(x, None, norm, self._shape.eps, self._shape.centred)
+
+    def _queries(self, hidden: Tensor, index: int, plan: PassPlan) -> Tensor:
         """Return q (M, Hq, D) and write k and v to the cache: one kernel, unless q and k are normed between."""
-        shape = self._shape
+        layer, cache, rope = self._layers[index], self.caches[index], self._shape.rope(index, self._layers[index])
         if layer.q_norm is None:
-            rotary = Rotary(plan.positions, plan.slots, shape.cos, shape.sin, cache.k, cache.v)
-            return linear(hidden, layer.qkv, rotary=rotary).view(len(hidden), shape.q_heads, -1)
-        qkv = linear(hidden, layer.qkv)
-        return elementwise.rope_and_store(qkv, plan, shape.rope(layer), cache)
+            rotary = Rotary(plan.positions, plan.slots, rope.cos, rope.sin, cache.k, cache.v)
+            return linear(hidden, layer.qkv, rotary=rotary).view(len(hidden), layer.spec.heads, -1)
+        return elementwise.rope_and_store(linear(hidden, layer.qkv), plan, rope, cache)

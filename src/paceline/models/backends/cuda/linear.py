@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models.backends.cuda.codes.codes import Ring, in_numbers, launch_streamed, streams
-from paceline.models.backends.cuda.elementwise import cached, rotate, sum_segments
+from paceline.models.backends.cuda.elementwise import activated, cached, rotate, sum_segments
+from paceline.models.spec import ACTIVATIONS
 from paceline.models.weights import Linear
 from paceline.platform.launch import fetch, overlapped, release, unfused, wait
 
@@ -64,7 +65,7 @@ def linear(
     x: Tensor,
     weight: Linear,
     *,
-    gated: bool = False,
+    gated: str | None = None,
     rotary: Rotary | None = None,
     in_segments: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -74,14 +75,16 @@ def linear(
 ) -> Tensor:
     """Multiply (M, K) -> (M, N).
 
-    `gated`: the weight is [gate; up], and the result silu(gate) * up, (M, N / 2). `rotary`: the weight is [q; k; v],
-    and the result q, (M, Hq * D). `in_segments`: the result may come as the sums of each segment, (S, M, N) in fp32.
+    `gated`: the weight is [gate; up], and the result activation(gate) * up, (M, N / 2). `rotary`: the weight is
+    [q; k; v], and the result q, (M, Hq * D). `in_segments`: the result may come as the sums of each segment,
+    (S, M, N) in fp32.
     """
     rows, k = x.shape
     n, inputs = weight.weight.shape
     if k != inputs:
         raise ValueError(f"a linear layer of {inputs} inputs was given {k}")
     # Sums of segments are added by a kernel that neither gates nor rotates.
+    activation = 0 if gated is None else 1 + ACTIVATIONS.index(gated)
     segments = 1 if gated or rotary is not None else segments_of(n, k)
     x = x if x.is_contiguous() else x.contiguous()
     dim, kv_heads = (1, 0) if rotary is None else (rotary.k_cache.shape[2], rotary.k_cache.shape[1])
@@ -96,9 +99,9 @@ def linear(
     turned: tuple[Tensor, ...] = ()
     if rotary is not None:
         turned = (rotary.positions, rotary.slots, rotary.cos, rotary.sin, rotary.k_cache, rotary.v_cache)
-    options = {"GATED": gated, "DIM": dim, "KV_HEADS": kv_heads, "SEGMENTS": segments, "APART": apart}
+    options = {"GATED": activation, "DIM": dim, "KV_HEADS": kv_heads, "SEGMENTS": segments, "APART": apart}
     options |= {"BIASED": weight.bias is not None and not apart, **overlapped(early)}
-    if weight.weight.kind.has_scales and streams(x, weight.weight, gated, dim):
+    if weight.weight.kind.has_scales and streams(x, weight.weight, gated is not None, dim):
         launch_streamed(x, weight, into, ring, turned, **options)
     else:
         _launch(x, weight, into, tile, turned, options)
@@ -275,7 +278,7 @@ def finish(
         total += tl.load(bias + at_n).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
-        total = gate / (1.0 + tl.exp(-gate)) * up
+        total = activated(gate, GATED == 2) * up
         lane = block_n * (BN // 2) + tl.arange(0, BN // 2)
         width = n // 2
     else:

@@ -65,6 +65,7 @@ def attention(
     scale: float,
     window: int | None,
     workspace: Workspace,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend (M, Hq, D) -> (M, Hq * D)."""
     rows, q_heads, dim = q.shape
@@ -75,11 +76,12 @@ def attention(
     padded = max(triton.next_power_of_2(dim), 16)
     heads = {"DIM": dim, "GROUP": q_heads // kv_heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": plan.block_size}
     parts = {"PADDED": padded, "PARTS": 2 if padded >= 32 else 1, "WINDOW": window or 0}
+    capped = {"CAP": softcap / scale}
     options = {**overlapped(), **unfused()}
     sums = workspace.floats("sums", rows * q_heads * division.units * dim)
     stats = workspace.floats("stats", rows * q_heads * division.units * 2)
     log2_scale = scale * 1.4426950408889634
-    _shared(q, plan, work, cache, (sums, stats, out), log2_scale, window, heads, parts, options)
+    _shared(q, plan, work, cache, (sums, stats, out), log2_scale, window, heads, parts | capped, options)
     if division.direct:
         return out
     tail_sums, tail_stats = sums, stats
@@ -90,7 +92,7 @@ def attention(
             q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix, plan.reach, plan.path, plan.block_tables,
             work.shares, tail_sums, tail_stats, log2_scale, rows, plan.path.shape[1],
             TILE=64, KEYS=KEYS,
-            num_warps=4, num_stages=1, **heads, **parts, **options,
+            num_warps=4, num_stages=1, **heads, **parts, **capped, **options,
         )  # fmt: skip
     merge_states[(rows, q_heads)](
         plan.positions, plan.prefix, plan.reach, work.shares, sums, stats, tail_sums, tail_stats, out, rows,
@@ -109,14 +111,15 @@ def _shared(
     log2_scale: float,
     window: int | None,
     heads: dict[str, int],
-    parts: dict[str, int],
+    parts: dict[str, Any],
     options: dict[str, bool],
 ) -> None:
     """Launch the kernel of keys that tiles read through block tables; `results`: sums, stats and out."""
     rows, kv_heads, division = len(q), heads["KV_HEADS"], work.division
     wide, tree = cache.k.numel() > MOST_INT, division.tails > 0
     sums, stats, out = results
-    if not division.direct and window is None and cache.k.dtype == q.dtype and pipelines(q):
+    plain = window is None and not parts["CAP"]
+    if not division.direct and plain and cache.k.dtype == q.dtype and pipelines(q):
         tile = max(division.tile, TILE)
         pipelined.attend_pipelined[(division.shares * kv_heads,)](
             q, cache.k, cache.v, plan.sequence, plan.prefix, plan.reach, plan.block_tables, work.shares, sums, stats,

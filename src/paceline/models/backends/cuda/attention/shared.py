@@ -22,7 +22,7 @@ from paceline.platform.launch import release, wait
 def last_block(
     high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head, log2_scale,
     DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys that some rows of the tile see in part."""
     key = block * KEYS + tl.arange(0, KEYS)
@@ -35,7 +35,7 @@ def last_block(
     if WINDOW > 0:
         visible = visible & (key[None, :] > position[:, None] - WINDOW)
     return one_block(
-        high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale, DIM, PADDED, PARTS
+        high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale, DIM, PADDED, PARTS, CAP
     )
 
 
@@ -44,6 +44,7 @@ def walk(
     q_row, position, end, used, first_block, last, table, queries, k_cache, v_cache, out, kv_head, log2_scale,
     DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to all of a tile's context in one loop, states in registers: loads go on at the end of a chunk."""
     empty = nothing(used.shape[0], PADDED, PARTS)
@@ -52,7 +53,7 @@ def walk(
     for block in range(first_block, tl.cdiv(last, KEYS)):
         high, total, values = last_block(
             high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head, log2_scale,
-            DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE,
+            DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE, CAP,
         )  # fmt: skip
         if first_of(chunk_of(block, EARLY, CHUNK) + 1, EARLY, CHUNK) == block + 1:
             whole_high, whole_total, whole_values = fold_tiles(
@@ -74,7 +75,7 @@ def attend_shared(
     TILE: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, LAST_STAGES: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, CAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     share = shares + 4 + tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -118,7 +119,7 @@ def attend_shared(
         walk(
             q_row, position, end, used, first_of(first_unit, EARLY, CHUNK), last, table, queries, k_cache, v_cache,
             out, kv_head, log2_scale,
-            DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, EARLY, CHUNK, WINDOW, WIDE,
+            DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, EARLY, CHUNK, WINDOW, WIDE, CAP,
         )  # fmt: skip
     else:
         whole_high = tl.full((TILE,), float("-inf"), tl.float32)
@@ -137,12 +138,12 @@ def attend_shared(
                     page = page.to(tl.int64)
                 at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
                 high, total, values = one_block(
-                    high, total, values, queries, k_cache, v_cache, at, None, None, log2_scale, DIM, PADDED, PARTS
+                    high, total, values, queries, k_cache, v_cache, at, None, None, log2_scale, DIM, PADDED, PARTS, CAP
                 )
             for block in tl.range(tl.maximum(first_block, full), end_block, num_stages=LAST_STAGES):
                 high, total, values = last_block(
                     high, total, values, queries, block, last, end, position, table, k_cache, v_cache, kv_head,
-                    log2_scale, DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE,
+                    log2_scale, DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, WINDOW, WIDE, CAP,
                 )  # fmt: skip
             if DIRECT:
                 one = num_units <= first_unit + 1

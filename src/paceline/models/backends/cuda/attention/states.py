@@ -36,7 +36,7 @@ def levels(high, more_high):
 @triton.jit
 def one_block(
     high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale,
-    DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Fold one more block of keys into the states of a tile's rows.
 
@@ -49,6 +49,8 @@ def one_block(
     for part in tl.static_range(PARTS):
         k = load_part(k_cache + place + part * width, exists, part * width + lane, DIM, PADDED).to(queries[part].dtype)
         scores = tl.dot(queries[part], tl.trans(k), scores, input_precision="ieee")
+    if CAP > 0:  # CAP tanh(score / CAP), of scores before they are scaled
+        scores = CAP - 2.0 * CAP / (tl.exp(scores * (2.0 / CAP)) + 1.0)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     more_high = tl.max(scores, 1) * log2_scale

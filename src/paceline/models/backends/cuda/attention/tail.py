@@ -14,7 +14,8 @@ def attend_tail(
     q, k_cache, v_cache, positions, sequence, prefix, reach, path, tables, shares, sums, stats, log2_scale, rows,
     path_width,
     TILE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -42,7 +43,7 @@ def attend_tail(
         at = slot * (KV_HEADS * DIM) + kv_head * DIM
         high, total, values = nothing(TILE, PADDED, PARTS)
         high, total, values = one_block(
-            high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale, DIM, PADDED, PARTS
+            high, total, values, queries, k_cache, v_cache, at, exists, visible, log2_scale, DIM, PADDED, PARTS, CAP
         )
         part_row = nth * tl.cast(rows, tl.int64) * heads + q_row
         store_states(sums, stats, part_row, used, high, total, values, DIM, PADDED)

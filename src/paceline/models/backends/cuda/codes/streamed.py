@@ -275,7 +275,10 @@ def finish(
             first += gl.load(bias + at_n).to(gl.float32)[:, None]
             second += gl.load(bias + at_n + span).to(gl.float32)[:, None]
         if GATED:
-            result = first / (1.0 + gl.exp(-first)) * second
+            s = first
+            if GATED == 2:  # the tanh form of GELU
+                s = first * (1.5957691216057308 + 0.07135481627159393 * first * first)
+            result = first / (1.0 + gl.exp(-s)) * second
             place = row.to(gl.int64)[None, :] * (n // 2) + lane[:, None]
             gl.store(out + place, result.to(TYPE), mask=inside[:, None] & used[None, :])
         else:
