@@ -79,7 +79,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite",
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 0.125},
     ),
-    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}),
     "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
     "olmo3": ("Olmo3", {"sliding_window": 16, "layer_types": SLIDING, "rope_parameters": TWO_ROPES}),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),

@@ -109,7 +109,9 @@ def test_old_and_new_spellings_of_rope_mean_the_same(keys: dict[str, Any], expec
 
 def test_transformers_writes_a_rope_we_read(tmp_path: Path, write_model: Any) -> None:
     write_model(tmp_path, "Llama", rope_parameters=LLAMA3 | {"rope_theta": 7e4})
-    assert load_config(tmp_path).layer.rope == RopeConfig(theta=7e4, kind="llama3", factor=8.0, original_max_positions=32)
+    assert load_config(tmp_path).layer.rope == RopeConfig(
+        theta=7e4, kind="llama3", factor=8.0, original_max_positions=32
+    )
 
 
 YARNS: dict[str, dict[str, Any]] = {

@@ -164,6 +164,8 @@ def _yarn(fields: JsonFields, theta: float, dims: int | None, family: Family) ->
     if theta <= 1:
         raise fields.wrong("rope.freq_base", "above 1 for yarn")
     factor = fields.number("rope.scaling.factor")
+    growth = 1.0 + 0.1 * max(math.log(factor), 0.0)
+    multiplier = fields.amount("rope.scaling.yarn_log_multiplier")
     return RopeConfig(
         theta=theta,
         kind="yarn",
@@ -172,7 +174,7 @@ def _yarn(fields: JsonFields, theta: float, dims: int | None, family: Family) ->
         original_max_positions=fields.integer("rope.scaling.original_context_length"),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=fields.number("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * max(math.log(factor), 0.0)),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0) * growth / (1.0 + multiplier * (growth - 1.0)),
     )
 
 

@@ -181,10 +181,14 @@ def rope(
 def _longrope(fields: JsonFields, theta: float, original: int, max_positions: int, dims: int) -> RopeConfig:
     """Read the divisors for the model's whole context."""
     factor = max_positions / original
-    divisors = fields.values.get("long_factor" if factor > 1 else "short_factor")
-    numbers = isinstance(divisors, list) and all(type(one) in (int, float) and one > 0 for one in divisors)
-    if not numbers or len(divisors) != dims // 2:
-        raise fields.wrong("long_factor" if factor > 1 else "short_factor", f"a list of {dims // 2} positive numbers")
+    key = "long_factor" if factor > 1 else "short_factor"
+    divisors = fields.values.get(key)
+    if (
+        not isinstance(divisors, list)
+        or len(divisors) != dims // 2
+        or not all(type(one) in (int, float) and 0 < one < math.inf for one in divisors)
+    ):
+        raise fields.wrong(key, f"a list of {dims // 2} positive numbers")
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeConfig(
         theta=theta,
