@@ -103,6 +103,32 @@ class ModelConfig:
     def replaced(self, **changes: Any) -> ModelConfig:
         return replace(self, **changes)
 
+    def drafter_layers(self, architecture: str, layers: int, *, qk_norm: bool) -> ModelConfig:
+        """Return layers of Llama's kind with the sizes of this model, as drafters for it have them."""
+        whole, rope = [one for one in self.layers if one.window is None] or self.layers, RopeConfig()
+        rope = next((one.rope for one in whole if one.rope.dims != 0), rope)
+        if rope.kind == "longrope" or rope.dims is not None:
+            rope = RopeConfig(theta=rope.theta)
+        sizes = LayerSpec(
+            heads=self.layer.heads,
+            kv_heads=self.layer.kv_heads,
+            head_dim=self.layer.head_dim,
+            inner=self.layer.inner,
+            rope=rope,
+            qk_norm=HEAD if qk_norm else None,
+        )
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_positions=self.max_positions,
+            layers=(sizes,) * layers,
+            rms_norm_eps=self.rms_norm_eps * self.stream_scale**2,
+            tie_embeddings=self.tie_embeddings,
+            bos_token_id=self.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+        )
+
     def of_depth(self, layers: int) -> ModelConfig:
         """Return the model with this number of layers, each like the first."""
         return replace(self, layers=(self.layer,) * layers)

@@ -131,6 +131,8 @@ class DSparkDrafter(TappedDrafter):
         check_target(config, context.config, path)
         folder.refuse_other_drafter(config.method, config.target, method, context.embedding, path)
         config = replace(config, body=replace(config.body, max_positions=context.config.max_positions))
+        if context.config.logit_scale != 1.0:  # of the target's head, which the drafter shares
+            tensors = {**tensors, "norm.weight": tensors["norm.weight"] * context.config.logit_scale}
         ids, size = draft_ids(config, tensors), context.config.vocab_size
         folder.check_draft_ids(ids, size, path)
         ids = ids.to(context.device)

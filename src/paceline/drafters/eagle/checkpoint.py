@@ -76,7 +76,7 @@ def export(folder: Path, form: str, out: Path, target: ExportTarget | None) -> N
     """Write an EAGLE-3 drafter as vLLM's class reads it, in speculators' layout or as published."""
     config, tensors = read(folder, None if target is None else target.config)
     features = {
-        "norms of q and k (write speculators instead)": config.body.layer.qk_norm and form != SPECULATORS,
+        "norms of q and k (write speculators instead)": bool(config.body.layer.qk_norm) and form != SPECULATORS,
         "a bias of fc": "fc" in config.biases,
         "a bias of the MLP": any("mlp" in name for name in config.biases),
         "both norm_before_fc and fc_norm": config.norm_before_fc and config.fc_norm,

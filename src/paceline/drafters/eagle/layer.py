@@ -58,6 +58,7 @@ class EagleLayer:
         self.ids: Tensor | None = None  # (Vd,) the target's tokens of the draft vocabulary
         if config.vocab < config.body.vocab_size:
             self.ids = draft_ids(tensors["d2t"]).to(device)
+        self._logit_scale = 1.0 if config.own_head else target.logit_scale  # of the head that is read
         self._embedding, self._head = self._ends(tensors, embedding, head)
         products = self._qkv, self._output, self._gate_up, self._down, self._head
         self.pass_bytes = sum([product.nbytes for product in products])
@@ -132,7 +133,8 @@ class EagleLayer:
     def read(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits (M, Vd) in fp32, and the features that the next tokens are paired with."""
         normed = outputs if self._norm is None else self._norms(outputs, self._norm)
-        return self._kernels.logits(normed, self._head), normed if self.config.norm_output else outputs
+        scaled = normed if self._logit_scale == 1.0 else normed * self._logit_scale
+        return self._kernels.logits(scaled, self._head), normed if self.config.norm_output else outputs
 
     def tokens(self, drafted: Tensor) -> Tensor:
         """Return the target's tokens for ids of the draft vocabulary."""

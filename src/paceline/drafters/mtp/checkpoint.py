@@ -111,6 +111,6 @@ def write(folder: Path, config: EagleConfig, tensors: Mapping[str, Tensor], layo
         "num_hidden_layers": config.target.num_layers,
         "paceline": {NORMED: config.normed_feature, "target": target_keys(config.target)},
     }
-    if config.body.rope.kind != "default":
-        raw["rope_scaling"] = rope_scaling(config.body.rope)
+    if config.body.layer.rope.kind != "default":
+        raw["rope_scaling"] = rope_scaling(config.body.layer.rope)
     write_folder(folder, raw, {layout.stored_name(name): tensor for name, tensor in written.items()})

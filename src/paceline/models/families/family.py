@@ -11,8 +11,8 @@ from paceline.models.spec import ModelConfig
 
 Change = Callable[[JsonFields, ModelConfig], ModelConfig]
 
-QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
-GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+QKV: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 OUTPUT_NORMS = {  # this package's names of norms of a half's output, and those of most families
     "self_attn.output_norm": "post_attention_layernorm",
     "mlp.output_norm": "post_feedforward_layernorm",

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import InvalidParameter, UnsupportedModel
+from paceline.models.families import family_of
 from paceline.models.load.hf_folder import WEIGHTS
 from paceline.models.load.loader import load_config, load_weights
 from paceline.models.load.placement import expected_shapes
@@ -47,8 +48,11 @@ class DraftTrainee:
                 raise InvalidParameter("init_from", f"{init_from} is no draft model of this target: their sizes differ")
             options = replace(options, layers=source_config.num_layers)
         self.target, self.options = target, options
-        if config.windows:
-            raise UnsupportedModel("draft models of targets with sliding windows are not supported")
+        if len(set(config.layers)) > 1 or config.windows or not family_of(config.architecture).is_plain:
+            raise UnsupportedModel(
+                f"a draft model of {target.path} cannot be trained: its layers have windows, differ from each other or "
+                "are stored otherwise than Llama's; train a drafter that reads hidden states instead (eagle3, dspark)"
+            )
         if not 1 <= options.layers < config.num_layers:
             raise InvalidParameter("layers", f"must be between 1 and {config.num_layers - 1}, got {options.layers}")
         weights = load_weights(source, source_config)
@@ -76,10 +80,11 @@ class DraftTrainee:
         at = torch.arange(length, device=batch.tokens.device)
         seen = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (at[:, None] >= at)
         mask, rotary = additive(seen[:, None], target.dtype), target.rotary(batch.positions)
-        x = target.embedding[batch.tokens]
+        x = target.embed(batch.tokens)
         for index in range(self.options.layers):
             weights = layer_weights(self.parameters.get, f"model.layers.{index}")
-            x, _, _ = self._layer(x, rotary, mask, weights, config.rms_norm_eps, target.dtype)
+            spec = config.layer
+            x, _, _ = self._layer(x, rotary, mask, weights, config.rms_norm_eps, target.dtype, spec=spec)
         return rms_norm(x, self.parameters["model.norm.weight"], config.rms_norm_eps)
 
     def loss(self, batch: TrainBatch) -> StepLoss:
@@ -121,7 +126,7 @@ class DraftTrainee:
         }
         tensors["model.embed_tokens.weight"] = self.target.embedding.to("cpu", torch.bfloat16)
         if not self.target.config.tie_embeddings:
-            tensors["lm_head.weight"] = self.target.head.to("cpu", torch.bfloat16)
+            tensors["lm_head.weight"] = self.target.stored_head.to("cpu", torch.bfloat16)
         save_file({name: one.contiguous() for name, one in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
 
 

@@ -56,16 +56,7 @@ class DSparkOptions(LossOptions):
 def make_config(target: FrozenTarget, options: DSparkOptions, vocab: Tensor, name: str) -> DSparkConfig:
     body = target.config
     return DSparkConfig(
-        body=replace(
-            body,
-            architecture="qwen3",
-            num_layers=options.layers,
-            qk_norm=True,
-            qkv_bias=False,
-            output_bias=False,
-            mlp_bias=False,
-            windows=(),
-        ),
+        body=body.drafter_layers("qwen3", options.layers, qk_norm=True),
         block_size=options.block,
         taps=spread_taps(body, options.num_taps),
         mask_token_id=_spare_token(vocab, body.vocab_size) if options.portable else None,

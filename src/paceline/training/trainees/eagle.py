@@ -67,16 +67,7 @@ class EagleOptions(LossOptions):
 
 
 def make_config(target: FrozenTarget, options: EagleOptions, vocab: Tensor, name: str, method: str) -> EagleConfig:
-    body = replace(
-        target.config,
-        architecture="llama",
-        num_layers=1,
-        qk_norm=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        windows=(),
-    )
+    body = target.config.drafter_layers("llama", 1, qk_norm=False)
     shape = TargetShape.of(target.config, target.embedding, name)
     if method == MTP:  # in MiMo's layout; it reads the state that every model hands out
         return EagleConfig(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from paceline.models.load.loader import load_config, load_weights
 from paceline.models.rope import rope_tables
-from paceline.models.spec import ModelConfig
+from paceline.models.spec import GELU_TANH, PARALLEL, LayerSpec, ModelConfig, RopeConfig
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (B, N, head_dim / 2)
 
@@ -32,11 +32,13 @@ class LayerWeights(NamedTuple):
     k: Tensor
     v: Tensor
     output: Tensor
-    mlp_norm: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
-    input_norm: Tensor | None = None  # None: the layer's input is given
+    input_norm: Tensor | None = None  # None: the layer's input is given, or is the residual stream
+    attention_norm: Tensor | None = None  # as in `kernels.Layer`
+    mlp_norm: Tensor | None = None
+    down_norm: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     q_bias: Tensor | None = None
@@ -51,6 +53,8 @@ class LayerWeights(NamedTuple):
 NAMES = {  # fields of LayerWeights -> names in a checkpoint
     "input_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
+    "attention_norm": "self_attn.output_norm",
+    "down_norm": "mlp.output_norm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
     **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v")},
@@ -75,6 +79,8 @@ def decoder_layer(
     eps: float,
     dtype: torch.dtype,
     *,
+    spec: LayerSpec | None = None,
+    centred: bool = False,
     inputs: Tensor | None = None,
     keys: tuple[Tensor, ...] = (),
     values: tuple[Tensor, ...] = (),
@@ -82,22 +88,28 @@ def decoder_layer(
     """Run a layer over (B, N, H); return its output and its own K and V.
 
     Products are computed in `dtype`. q, k and v are made from `inputs`, or from the normed x. `keys` and `values`
-    are those of positions before x; `mask` is (B, 1, N, earlier positions + N).
+    are those of positions before x; `mask` is (B, 1, N, earlier positions + N). `spec`: of a target's layer; None for
+    a drafter's, which is of Llama's kind.
     """
     head_dim = 2 * rotary[0].shape[-1]
+
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rms_norm(x, weight, eps, centred)
+
     if inputs is None:
-        assert w.input_norm is not None
-        inputs = rms_norm(x, w.input_norm, eps).to(dtype)
-    projections = ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
-    q, k, v = (heads(linear(inputs, weight, bias), head_dim) for weight, bias in projections)
-    if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
-    k = rotated(k, rotary)
-    mixed = attention(rotated(q, rotary), torch.cat((*keys, k), 2), torch.cat((*values, v), 2), mask)
-    x = x + linear(mixed, w.output, w.output_bias)
-    normed = rms_norm(x, w.mlp_norm, eps).to(dtype)
-    gated = F.silu(linear(normed, w.gate, w.gate_bias)) * linear(normed, w.up, w.up_bias)
-    return x + linear(gated, w.down, w.down_bias), k, v
+        inputs = normed(x, w.input_norm).to(dtype)
+    q, k, v = (linear(inputs, *one) for one in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias)))
+    q, k = (head_norm(one, norm, head_dim, eps) for one, norm in ((q, w.q_norm), (k, w.k_norm)))
+    k, v = rotated(k, rotary), heads(v, head_dim)
+    mixed = attention(rotated(q, rotary), torch.cat((*keys, k), 2), torch.cat((*values, v), 2), mask, spec)
+    added = normed(linear(mixed, w.output, w.output_bias), w.attention_norm)
+    x = x + added
+    if spec is None or spec.norms != PARALLEL:
+        inputs = normed(x, w.mlp_norm).to(dtype)
+    gate = linear(inputs, w.gate, w.gate_bias)
+    gate = F.gelu(gate, approximate="tanh") if spec is not None and spec.activation == GELU_TANH else F.silu(gate)
+    gated = gate * linear(inputs, w.up, w.up_bias)
+    return x + normed(linear(gated, w.down, w.down_bias), w.down_norm), k, v
 
 
 class FrozenTarget:
@@ -111,10 +123,16 @@ class FrozenTarget:
 
         self.embedding: Tensor = tensor("model.embed_tokens.weight")
         self.head: Tensor = self.embedding if config.tie_embeddings else tensor("lm_head.weight")
+        self.stored_head = self.head
+        if config.logit_scale != 1.0:
+            self.head = self.head * config.logit_scale
         self.norm: Tensor = tensor("model.norm.weight")
         self.layers = [layer_weights(tensor, f"model.layers.{index}") for index in range(config.num_layers)]
-        tables = rope_tables(config.layer.rope, config.layer.head_dim, min(config.max_positions, 1 << 15), device)
-        self._tables: Rotary = tables
+        length, head_dim = min(config.max_positions, 1 << 15), config.layer.head_dim
+        ropes = {config.drafter_layers(config.architecture, 1, qk_norm=False).layer.rope}
+        self._drafters_rope = next(iter(ropes))
+        ropes |= {layer.rope for layer in config.layers}
+        self._tables: dict[RopeConfig, Rotary] = {rope: rope_tables(rope, head_dim, length, device) for rope in ropes}
         self._compiled = torch.compile(decoder_layer, dynamic=False) if compiled else decoder_layer
 
     @staticmethod
@@ -131,23 +149,33 @@ class FrozenTarget:
         """Return hidden states of (B, L) tokens; `segments` number the sequences of a row. `compiled`: False for shapes
         that occur once."""
         config, layer = self.config, self._compiled if compiled else decoder_layer
-        rotary = self.rotary(positions)
+        rotary = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._tables.items()}
         masks = {window: self._mask(segments, window) for window in set(config.windows or (None,))}
-        hidden = self.embedding[tokens]
+        hidden = self.embed(tokens)
         tapped = []
         for index, weights in enumerate(self.layers):
             if index in taps:
-                tapped.append((index, hidden))
-            mask = masks[config.layers[index].window]
-            hidden, _, _ = layer(hidden, rotary, mask, weights, config.rms_norm_eps, self.dtype)
+                tapped.append((index, hidden * config.stream_scale))
+            spec = config.layers[index]
+            hidden, _, _ = layer(
+                *(hidden, rotary[spec.rope], masks[spec.window], weights, config.rms_norm_eps, self.dtype),
+                spec=spec,
+                centred=config.mean_centred,
+            )
         if config.num_layers in taps:
-            tapped.append((config.num_layers, hidden))
+            tapped.append((config.num_layers, hidden * config.stream_scale))
         by_layer = dict(tapped)
         stacked = torch.stack([by_layer[tap] for tap in taps], 2) if taps else hidden[:, :, None, :0]
-        return Hidden(stacked, rms_norm(hidden, self.norm, config.rms_norm_eps))
+        return Hidden(stacked, rms_norm(hidden, self.norm, config.rms_norm_eps, config.mean_centred))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input of the target's first layer."""
+        embedded = self.embedding[tokens]
+        return embedded if self.config.embed_scale == 1.0 else embedded * self.config.embed_scale
 
     def rotary(self, positions: Tensor) -> Rotary:
-        cos, sin = self._tables
+        """Return the rotation of a drafter's layers."""
+        cos, sin = self._tables[self._drafters_rope]
         return cos[positions], sin[positions]
 
     def _mask(self, segments: Tensor, window: int | None) -> Tensor:
@@ -163,14 +191,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
     wide = x.float()
+    if centred:
+        wide = wide - wide.mean(-1, keepdim=True)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
 
 
 def heads(x: Tensor, head_dim: int) -> Tensor:
     """Split (B, N, heads * d) into (B, heads, N, d)."""
     return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)
+
+
+def head_norm(x: Tensor, norm: Tensor | None, head_dim: int, eps: float) -> Tensor:
+    """Split (B, N, heads * d) into heads, normed each or, by a norm of all of them, as one."""
+    if norm is not None and len(norm) != head_dim:
+        return heads(rms_norm(x, norm, eps), head_dim)
+    return heads(x, head_dim) if norm is None else rms_norm(heads(x, head_dim), norm, eps)
 
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
@@ -180,11 +217,16 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: LayerSpec | None = None) -> Tensor:
     """Attend with (B, heads, N, d) each, of which k and v may have fewer heads -> (B, N, heads * d)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1 / math.sqrt(q.shape[-1]))
+    scale = 1 / math.sqrt(q.shape[-1]) if spec is None else spec.scale
+    if spec is not None and spec.softcap:
+        scores = spec.softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / spec.softcap)) + mask
+        mixed = scores.softmax(-1, torch.float32).to(v.dtype) @ v
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return mixed.transpose(1, 2).flatten(2)
 
 
