@@ -70,7 +70,7 @@ def test_a_folder_gives_back_what_was_written(normed, tmp_path):
 
 def test_heads_in_the_checkpoint_of_the_model_draft_without_a_folder():
     config, tensors = head(normed_feature=False, head_dim=CONFIG.head_dim)
-    body = replace(CONFIG, num_layers=1, windows=())
+    body = CONFIG.of_depth(1).with_layers(window=None)
     config = replace(config, body=body, target=TargetShape())
     tensors = random_tensors(config)
     extra = {MIMO.stored_name(name): StoredWeight.of(tensor) for name, tensor in tensors.items()}

@@ -7,7 +7,6 @@ head reads, since it may be trained for any model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def read_native(target: ModelConfig, extra: Mapping[str, StoredWeight]) -> tuple
         plain = {name: layout.plain_name(name) for name in extra}
         tensors = {name: extra[stored].numbers() for stored, name in plain.items() if name is not None}
         if tensors:
-            body = replace(target, num_layers=1, windows=())
+            body = target.of_depth(1).with_layers(window=None)
             config = head_config(body, layout, tensors, normed_feature=layout.normed_feature)
             return config, check_shapes(tensors, shapes(config), Path("the model"), ())
     raise BrokenModel("the checkpoint holds no head for multi-token prediction; it was removed, or never published")

@@ -102,6 +102,13 @@ def load_config(path: Path) -> ModelConfig:
     return config
 
 
+def load_notes(path: Path) -> list[str]:
+    """Return what a user is told of a model that is served in part."""
+    if is_gguf(path) or not is_wrapper(read_model_json(path / "config.json")):
+        return []
+    return ["text only: the towers for images and sound are not loaded"]
+
+
 def load_quantization(path: Path) -> Quantization | None:
     """Read how the weights of a folder are quantised; None for numbers, and for blocks, whose kind is in their file."""
     if is_gguf(path) or not (path / "config.json").exists():

@@ -20,6 +20,7 @@ from paceline.models.load.loader import (
     load_all_weights,
     load_config,
     load_generation_defaults,
+    load_notes,
     load_quantization,
     parsed_once,
 )
@@ -110,7 +111,7 @@ def load_model(
     if activations == INT8 and not kind.is_blocks:
         _refuse_int8(kind)
     quantization = load_quantization(path)
-    notes = [*(quantization.notes if quantization else ()), *notes]
+    notes = [*load_notes(path), *(quantization.notes if quantization else ()), *notes]
     return LoadedModel(config, decoder, vocabulary, load_generation_defaults(path), extra, kind, tuple(notes))
 
 
