@@ -69,7 +69,7 @@ def test_a_folder_gives_back_what_was_written(normed, tmp_path):
 
 
 def test_heads_in_the_checkpoint_of_the_model_draft_without_a_folder():
-    config, tensors = head(normed_feature=False, head_dim=CONFIG.head_dim)
+    config, tensors = head(normed_feature=False, head_dim=CONFIG.layer.head_dim)
     body = CONFIG.of_depth(1).with_layers(window=None)
     config = replace(config, body=body, target=TargetShape())
     tensors = random_tensors(config)

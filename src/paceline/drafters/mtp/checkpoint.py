@@ -29,7 +29,7 @@ from paceline.drafters.folder import (
 from paceline.drafters.mtp.layouts import COUNT, LAYOUTS, MIMO, HeadLayout, layout_of
 from paceline.errors import BrokenModel
 from paceline.files.json_fields import JsonFields
-from paceline.models.load.hf_config import rope_scaling
+from paceline.models.families.hf import rope_scaling
 from paceline.models.spec import ModelConfig
 from paceline.models.weights import StoredWeight
 

@@ -4,7 +4,7 @@ only, pairs side by side."""
 from __future__ import annotations
 
 from paceline.files.json_fields import JsonFields
-from paceline.models.families import gguf, hf
+from paceline.models.families import gguf_keys, hf
 from paceline.models.families.family import Family
 from paceline.models.families.smollm3 import without_positions
 from paceline.models.spec import PARALLEL, ModelConfig
@@ -23,7 +23,7 @@ def from_hf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
 
 
 def from_gguf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
-    slides = gguf.sliding_layers(fields, model.num_layers, PERIOD)
+    slides = gguf_keys.sliding_layers(fields, model.num_layers, PERIOD)
     return cohere(fields, model, slides, fields.integer("attention.sliding_window"), fields.number("logit_scale"))
 
 

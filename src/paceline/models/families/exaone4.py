@@ -4,7 +4,7 @@ others have no positions."""
 from __future__ import annotations
 
 from paceline.files.json_fields import JsonFields
-from paceline.models.families import gguf, hf
+from paceline.models.families import gguf_keys, hf
 from paceline.models.families.family import OUTPUT_NORMS, Family
 from paceline.models.families.smollm3 import without_positions
 from paceline.models.spec import HEAD, POST, ModelConfig
@@ -22,7 +22,7 @@ def from_hf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
 
 def from_gguf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
     window = fields.integer("attention.sliding_window", 0, least=0)
-    return exaone(fields, model, gguf.sliding_layers(fields, model.num_layers, PERIOD), window or None)
+    return exaone(fields, model, gguf_keys.sliding_layers(fields, model.num_layers, PERIOD), window or None)
 
 
 def exaone(fields: JsonFields, model: ModelConfig, slides: list[bool], window: object) -> ModelConfig:

@@ -32,7 +32,7 @@ class Family:
     wrappers: tuple[str, ...] = ()  # multimodal classes whose `text_config` is of this family
     model_types: tuple[str, ...] = ()  # beside `name`, in a config without `architectures` or a `text_config`
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that published configs leave out
-    honours: tuple[str, ...] = ()  # keys that other families refuse; see hf.NEUTRAL and gguf.NEUTRAL
+    honours: tuple[str, ...] = ()  # keys that other families refuse; see hf.NEUTRAL and gguf_keys.NEUTRAL
     from_hf: Change = unchanged  # a config of Llama's keys -> the family's
     gguf: str | None = None  # `general.architecture`
     from_gguf: Change = unchanged

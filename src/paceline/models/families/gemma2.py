@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from paceline.files.json_fields import JsonFields
-from paceline.models.families import gguf, hf
+from paceline.models.families import gguf_keys, hf
 from paceline.models.families.family import Family
 from paceline.models.spec import GELU_TANH, SANDWICH, ModelConfig
 
@@ -40,7 +40,7 @@ def from_hf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
 def from_gguf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
     model = gemma(model, gguf_scale(model, LAYERS_OF_LARGEST))
     model = model.with_layers(softcap=fields.amount("attn_logit_softcapping"))
-    slides = gguf.sliding_layers(fields, model.num_layers, PERIOD)
+    slides = gguf_keys.sliding_layers(fields, model.num_layers, PERIOD)
     model = hf.with_windows(fields, model, slides, fields.integer("attention.sliding_window", 4096))
     return model.replaced(logit_softcap=fields.amount("final_logit_softcapping"))
 

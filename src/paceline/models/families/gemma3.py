@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paceline.errors import UnsupportedModel
 from paceline.files.json_fields import JsonFields
-from paceline.models.families import gguf, hf
+from paceline.models.families import gguf_keys, hf
 from paceline.models.families.family import Family
 from paceline.models.families.gemma2 import GGUF_NAMES, HONOURS, NAMES, gemma, gguf_scale
 from paceline.models.spec import HEAD, ModelConfig, RopeConfig
@@ -46,7 +46,7 @@ def from_hf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
 def from_gguf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
     model = gemma(model, gguf_scale(model, LAYERS_OF_LARGEST))
     window = fields.integer("attention.sliding_window", 0, least=0)
-    slides = gguf.sliding_layers(fields, model.num_layers, PERIOD) if window else [False] * model.num_layers
+    slides = gguf_keys.sliding_layers(fields, model.num_layers, PERIOD) if window else [False] * model.num_layers
     local = RopeConfig(theta=fields.number("rope.freq_base_swa", LOCAL_THETA))
     model = local_and_global(fields, model, slides, window or None, local)
     return model.replaced(logit_softcap=fields.amount("final_logit_softcapping"))

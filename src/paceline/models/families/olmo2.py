@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.files.json_fields import JsonFields
-from paceline.models.families import gguf, hf
+from paceline.models.families import gguf_keys, hf
 from paceline.models.families.family import OUTPUT_NORMS, Family
 from paceline.models.spec import POST, WHOLE, ModelConfig, RopeConfig
 
@@ -31,7 +31,7 @@ def from_gguf(fields: JsonFields, model: ModelConfig) -> ModelConfig:
     if not window:
         return model
     local = RopeConfig(theta=fields.number("rope.freq_base_swa", model.layer.rope.theta))
-    return windowed(fields, model, gguf.sliding_layers(fields, model.num_layers, PERIOD), window, local)
+    return windowed(fields, model, gguf_keys.sliding_layers(fields, model.num_layers, PERIOD), window, local)
 
 
 def windowed(

@@ -8,8 +8,8 @@ import torch
 
 from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.files.gguf import GGUFFile
-from paceline.models.families import FAMILIES, by_gguf, gguf, nearest
-from paceline.models.families.gguf import LONG_DIVISORS, ROPE_DIVISORS, SHORT_DIVISORS
+from paceline.models.families import FAMILIES, by_gguf, gguf_keys, nearest
+from paceline.models.families.gguf_keys import LONG_DIVISORS, ROPE_DIVISORS, SHORT_DIVISORS
 from paceline.models.quant.block_file import checked_blocks
 from paceline.models.spec import ModelConfig
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
@@ -49,7 +49,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
             f"{nearest(str(architecture), known)}"
         )
     check_tokenizer_fields(file.metadata, source)
-    return gguf.read(file, family)
+    return gguf_keys.read(file, family)
 
 
 def gguf_names(file: GGUFFile) -> dict[str, str]:
