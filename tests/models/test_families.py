@@ -23,7 +23,6 @@ from paceline.models.load.loader import load_config, load_weights
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Dtypes
 from paceline.testing import logits_of
-from paceline.training.trainees.target import FrozenTarget
 from tests.helpers.tiny import TINY, save_tiny
 
 CPU = torch.device("cpu")
@@ -93,19 +92,6 @@ def test_a_tree_gives_the_bits_of_its_paths_decoded_plainly(tiny) -> None:
 def test_torchs_kernels_agree(tiny) -> None:
     _, folder, _, tokens, expected = tiny
     torch.testing.assert_close(logits_of(decoder_of(folder, TorchKernels()), tokens, [LENGTH]), expected, **NEAR)
-
-
-def test_the_frozen_target_of_training_agrees(tiny) -> None:
-    """Logits, and the streams that drafters read."""
-    _, folder, oracle, tokens, expected = tiny
-    row, frozen = torch.tensor([tokens]), FrozenTarget(folder, CPU, torch.float32)
-    taps = tuple(range(frozen.config.num_layers))
-    hidden = frozen(row, torch.ones_like(row), torch.arange(LENGTH)[None], taps)
-    logits, cap = hidden.final[0] @ frozen.head.T, frozen.config.logit_softcap
-    torch.testing.assert_close(cap * torch.tanh(logits / cap) if cap else logits, expected, **NEAR)
-    with torch.no_grad():
-        streams = oracle(row, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(hidden.taps, torch.stack(streams[: len(taps)], 2), **NEAR)
 
 
 def test_a_gguf_file_of_llama_cpps_layout_is_the_same_model(tiny, tmp_path) -> None:
