@@ -17,6 +17,7 @@ from paceline.drafters.method_names import DrafterSpec, drafter_specs
 from paceline.drafters.methods import DRAFTER, METHODS, MTP, accepts_folder, needs_one
 from paceline.drafters.mtp.layouts import is_head_tensor
 from paceline.drafters.packaged import packaged_for
+from paceline.drafters.universal import is_lookup, universal_drafters
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
 from paceline.engine.policy.adaptive import AdaptivePolicy
@@ -85,6 +86,8 @@ def build(
     """Make an engine. `remember`: the policy starts from the state that earlier runs of the model stored."""
     wanted = speculation or SpeculationConfig()
     drafters = make_drafters(target.loaded, wanted)
+    if wanted.method == AUTO and not wanted.draft_model and all(map(is_lookup, drafters)):
+        drafters += universal_drafters(drafter_context(target.loaded, wanted), target.loaded.decoder.pass_bytes)
     policy = make_policy(target.loaded, wanted)
     versions = [f"{drafter.name} {drafter.version}" for drafter in drafters]
     memory = PolicyMemory(target.path, target.loaded, versions) if remember else None

@@ -182,6 +182,13 @@ class LLM:
         return self._opened.bundle.policy.expected_gain
 
     @property
+    def shared_mass(self) -> float | None:
+        """Return the probability that a draft model of another vocabulary gives to tokens of the target; None: there is
+        none, or it has not drafted."""
+        masses = [drafter.shared_mass for drafter in self._opened.bundle.engine.drafters.drafters]
+        return next((mass for mass in masses if mass is not None), None)
+
+    @property
     def engine(self) -> Engine:
         """Return the engine, which its thread owns: other threads only read it, or use `call`."""
         return self._opened.bundle.engine

@@ -35,6 +35,7 @@ class FakeLLM:
     closed: ClassVar[int] = 0
     error: ClassVar[Exception | None] = None  # raised on the first token
     expected_gain: ClassVar[float | None] = None
+    shared_mass: float | None = None
     drafted: ClassVar[SpeculationStats | None] = None  # what an answer says of itself unless asked to be plain
     default_limit: ClassVar[int | None] = DEFAULT_MAX_TOKENS  # None: an answer is as long as the limit
     plain_s: ClassVar[float] = 2.0  # how long plain decoding takes; everything else takes two seconds

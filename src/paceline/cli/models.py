@@ -12,7 +12,9 @@ from paceline.cli.progress import progress
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="Alias (smollm2) or hub id.", metavar="NAME")],
+    name: Annotated[
+        str, typer.Argument(help="Alias (smollm2, or universal: a drafter for any model) or hub id.", metavar="NAME")
+    ],
     json: Json = False,
 ) -> None:
     """Fetch a model into the cache."""

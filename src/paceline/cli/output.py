@@ -136,12 +136,15 @@ def rate_words(tokens_per_second: float | None) -> str:
 
 
 def drafting_words(llm: LLM, stats: SpeculationStats, params: SamplingParams | None = None) -> str:
-    """Return `suffix k≈4 · τ 2.4 · est. 1.7x`, or the reason why nothing was drafted."""
+    """Return `suffix k≈4 · τ 2.4 · est. 1.7x`, or the reason why nothing was drafted. `shared`: what a draft model of
+    another vocabulary expects of the tokens that the target has too."""
     if not stats.num_drafts:
         return f"no drafts: {why_no_draft(llm, stats, params)}"
     speedup = stats.estimated_speedup
     gain = "too short to time" if speedup is None else f"est. {speedup:.1f}x"
-    return f"{method_words(stats)} k≈{stats.mean_draft_length:.0f} · τ {stats.mean_acceptance_length:.1f} · {gain}"
+    mass = "" if llm.shared_mass is None else f" · {100 * llm.shared_mass:.0f} % shared"
+    drafted, length = stats.mean_draft_length, stats.mean_acceptance_length
+    return f"{method_words(stats)} k≈{drafted:.0f} · τ {length:.1f}{mass} · {gain}"
 
 
 def why_no_draft(llm: LLM, stats: SpeculationStats, params: SamplingParams | None = None) -> str:

@@ -89,6 +89,7 @@ class Drafter(Protocol):
     depth: int  # bound of every draft; a tree of many nodes fits where few tokens are left, if it is not deep
     trees: bool  # nodes come in order of probability: the first n are the best tree of n, and cost no more than one
     pass_bytes: int  # of weights that one pass of its model reads; of trees, that a whole draft reads; 0: unknown
+    shared_mass: float | None  # mean probability of tokens that the target has too; None: unknown, or all of it
     passes: int  # of its model, one behind the other, in the last draft; 1 where all of it is made at once
     feedback: int  # likeliest tokens of each verified row that `on_feedback` receives; 0: none, and it is not called
 
@@ -153,6 +154,7 @@ class DrafterDefaults:
     kv_layers: tuple[KVSpec, ...] = ()
     scratch_slots = pass_bytes = feedback = 0
     depth, passes = MAX_K, 1
+    shared_mass: float | None = None
 
     def on_feedback(self, feedback: Feedback) -> None:
         pass

@@ -128,7 +128,7 @@ def test_nothing_is_drafted_where_hardly_any_probability_is_on_shared_tokens():
     request = (0, "a", prompt_of(0, 9), params(max_tokens=20))
     sequence = run(make_engine([drafter]), [request])[0]["a"]
     assert sequence.stats.num_draft_tokens == 0
-    assert drafter.shared_mass / drafter.num_distributions < 0.01
+    assert drafter.shared_mass < 0.01
     assert sequence.output_tokens == plain([request])["a"].output_tokens
 
 

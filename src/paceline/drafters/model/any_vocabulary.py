@@ -83,7 +83,7 @@ class AnyVocabularyDrafter(HostDrafter):
         self._target_of, self._draft_of = vocabulary.target_of.numpy(), vocabulary.draft_of.tolist()
         self._unshared = vocabulary.unshared.numpy()
         self._is_shared = (self._unshared == 0).astype(np.float32)
-        self.shared_mass, self.num_distributions = 0.0, 0  # probability of shared tokens, summed over distributions
+        self._mass, self._num_masses = 0.0, 0  # probability of shared tokens, summed over distributions
 
     # -- bookkeeping
 
@@ -107,6 +107,10 @@ class AnyVocabularyDrafter(HostDrafter):
         state = self._states[sequence.key]
         new = len(sequence.tokens) - state.text.num_followed
         return max(len(state.text.ids) + new - len(state.kv.tokens), 1)
+
+    @property
+    def shared_mass(self) -> float | None:  # type: ignore[override]
+        return self._mass / self._num_masses if self._num_masses else None
 
     # -- drafting
 
@@ -230,8 +234,7 @@ class AnyVocabularyDrafter(HostDrafter):
         total, shared = float(shares.sum()), float(shares @ self._is_shared)
         if not np.isfinite(total):
             raise ValueError("logits are not finite")
-        self.shared_mass += shared / total
-        self.num_distributions += 1
+        self._mass, self._num_masses = self._mass + shared / total, self._num_masses + 1
         chain.alive = shared >= LEAST_SHARED * total
         chain.certainty *= float(shares[best]) / total
         return int(self._target_of[best])

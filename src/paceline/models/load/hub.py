@@ -54,10 +54,13 @@ ALIASES = {
         ),
     ),
 }
+UNIVERSAL = "universal"  # the model that drafts for any target
+SAME = {UNIVERSAL: "smollm2"}
 
 
 def resolve(name: str, progress: PullProgress | None = None) -> Path:
     """Return the model's folder or .gguf file, downloaded if it is not there."""
+    name = SAME.get(name, name)
     if name in ALIASES:
         return _cached(name, progress)
     if (path := _existing(name)) is not None:
@@ -73,6 +76,7 @@ def resolve(name: str, progress: PullProgress | None = None) -> Path:
 
 def resolve_here(name: str) -> Path:
     """Return the model's folder or .gguf file; refuse one that would have to be downloaded."""
+    name = SAME.get(name, name)
     is_remote = name in ALIASES or (_existing(name) is None and not _looks_like_path(name))
     if is_remote and cached_path(name) is None:
         raise ModelNotFound(f"{_shown(name)} is not on this machine; name a folder, or allow to fetch it")
