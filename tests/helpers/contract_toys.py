@@ -468,6 +468,7 @@ def other_vocabulary(config, function=imitating, **options):
     own = replace(config, vocab_size=len(letters.spelt))
     model = FunctionModel(functools.lru_cache(None)(letters.logits_of(function)), own, num_layers=1)
     rules = Retokenizer(letters.target_bytes, letters.draft_bytes, letters.map.specials, letters.encode)
+    rules = replace(rules, encode_target=Letters().encode)
     return AnyVocabularyDrafter(
         model, letters.map, rules, eos_token_ids=config.eos_token_ids, kv=PrivateKV(model, 1 << 12), **options
     )
@@ -490,7 +491,10 @@ NATIVE = {
 }
 NATIVE_EARLY = {"dspark, native, begun ahead": NATIVE["dspark, native"]}
 MAKERS |= NATIVE | NATIVE_EARLY
-OTHER = {"draft-model, another vocabulary": other_vocabulary}
+OTHER = {
+    "draft-model, another vocabulary": other_vocabulary,
+    "draft-model, another vocabulary, re-encoded": lambda config: other_vocabulary(config, reencode_below=2.0),
+}
 MAKERS |= OTHER
 
 

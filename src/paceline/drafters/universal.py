@@ -40,8 +40,6 @@ def universal_drafters(context: DrafterContext, target_bytes: int) -> SequenceOf
     except (PacelineError, OSError) as problem:
         log.debug("the universal drafter is left out: %s", problem)
         return []
-    if drafter.pass_bytes > HIGHEST_PRICE * target_bytes:
-        return []
     drafter.name = f"{DRAFT_MODEL}:{UNIVERSAL}"
     return [drafter]
 

@@ -25,6 +25,7 @@ from paceline.drafters.base import DraftRequest, HostDrafter
 from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.model.chain_sampler import is_plain
 from paceline.drafters.model.private_kv import BLOCK_SIZE, OwnKV, PrivateKV
+from paceline.drafters.model.reencode import reencoded
 from paceline.drafters.model.retokenize import GrowingText, Retokenizer
 from paceline.drafters.model.vocabulary_map import VocabularyMap
 from paceline.models.decoder import Model
@@ -34,7 +35,9 @@ from paceline.verify import DrawKeys, Nodes, SamplingMetadata, propose
 from paceline.verify.metadata import SamplingMetadataBuilder
 
 CATCH_UP = 512  # tokens read in one step before rows draft; a longer lag takes several steps
+DEEPEST, PASSES = 6, 2  # tokens of the longest chain; passes of a draft, about, until one has been timed
 CERTAIN = 0.3  # product of the likeliest tokens' probabilities below which a chain ends
+REENCODE_BELOW, ENOUGH = 0.5, 64  # shared probability below which drafts are re-encoded; distributions to know it
 LEAST_SHARED = 0.01  # probability of all shared tokens below which a chain ends
 
 
@@ -56,12 +59,16 @@ class _Chain:
     sequence: Sequence
     count: int  # most nodes
     tokens: list[int] = field(default_factory=list)  # the target's
+    own: list[int] = field(default_factory=list)  # the drafter's
     certainty: float = 1.0
     alive: bool = True
 
 
 class AnyVocabularyDrafter(HostDrafter):
     name = DRAFT_MODEL
+    # A chain ends by itself, so a longer one costs no more where it is not drafted: as with trees, the policy learns
+    # what a whole draft takes and which nodes there are.
+    trees, depth = True, DEEPEST
 
     def __init__(
         self,
@@ -73,10 +80,13 @@ class AnyVocabularyDrafter(HostDrafter):
         version: str = "1",
         kv: PrivateKV | None = None,
         certain: float = CERTAIN,
+        reencode_below: float = REENCODE_BELOW,
     ) -> None:
         """`eos_token_ids` are the target's."""
-        self.model, self.vocabulary, self.version, self.pass_bytes = model, vocabulary, version, model.pass_bytes
+        self.model, self.vocabulary, self.version = model, vocabulary, version
+        self.pass_bytes = PASSES * model.pass_bytes
         self.rules, self._kv, self._certain = rules, kv or PrivateKV(model), certain
+        self._reencode_below = reencode_below
         target_size = len(vocabulary.draft_of)
         self._builder = SamplingMetadataBuilder(target_size, frozenset(eos_token_ids), torch.device("cpu"))
         self._states: dict[str, _Text] = {}
@@ -108,11 +118,13 @@ class AnyVocabularyDrafter(HostDrafter):
         new = len(sequence.tokens) - state.text.num_followed
         return max(len(state.text.ids) + new - len(state.kv.tokens), 1)
 
-    @property
-    def shared_mass(self) -> float | None:  # type: ignore[override]
-        return self._mass / self._num_masses if self._num_masses else None
-
     # -- drafting
+
+    @property
+    def reencodes(self) -> bool:
+        """Return whether few of its tokens are the target's, so that drafts are re-encoded as texts."""
+        known = self.rules.encode_target is not None and self._num_masses >= ENOUGH
+        return known and self.shared_mass is not None and self.shared_mass < self._reencode_below
 
     def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
         try:
@@ -123,10 +135,11 @@ class AnyVocabularyDrafter(HostDrafter):
             raise
 
     def _propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
-        self.passes = 1
         chains, logits = self._read(rows)
         if not chains:
             return Draft.empty(len(rows))
+        if self.reencodes:
+            return self._reencoded(chains, logits, len(rows))
         sampled = [chain.sequence for chain in chains if not _is_argmax(chain.sequence)]
         metadata_draws = self._builder.build(self._builder.params(sampled)) if sampled else None
         for seq, sequence in enumerate(sampled):
@@ -139,8 +152,26 @@ class AnyVocabularyDrafter(HostDrafter):
             self._draw(alive, logits, depth, metadata_draws, q)
             depth += 1
             alive = [chain for chain in alive if chain.alive and len(chain.tokens) < chain.count]
-        self.passes = max(depth, 1)
         return _draft(chains, len(rows), q)
+
+    def _reencoded(self, chains: list[_Chain], logits: Tensor, batch: int) -> Draft:
+        """Draft the drafter's likeliest tokens, whether they are shared or not, and re-encode their text."""
+        encode, alive = self.rules.encode_target, chains
+        assert encode is not None
+        while alive:
+            logits = self._extend(alive) if alive[0].own else logits
+            for chain, row in zip(alive, logits.numpy(), strict=True):
+                chain.own.append(self._likeliest(chain, row, shared=False))
+            alive = [chain for chain in alive if self._goes_on(chain) and len(chain.own) <= chain.count]
+        for chain in chains:
+            drafted = b"".join(self.rules.draft_bytes[token] or b"" for token in chain.own)
+            found = reencoded(chain.sequence.tokens, drafted, self.rules.target_bytes, encode)
+            chain.tokens = found[: chain.count]
+        return _draft(chains, batch, _DrawnFrom())
+
+    def _goes_on(self, chain: _Chain) -> bool:
+        spelt = self.rules.draft_bytes
+        return chain.certainty >= self._certain and chain.own[-1] < len(spelt) and spelt[chain.own[-1]] is not None
 
     def _follow(self, row: DraftRequest) -> _Text | None:
         """Bring a row's text up to date and drop K/V of tokens that changed; None where it ends inside a character."""
@@ -161,7 +192,7 @@ class AnyVocabularyDrafter(HostDrafter):
         followed = [(index, row, self._follow(row)) for index, row in enumerate(rows) if row.max_nodes]
         texts = [(index, row, of) for index, row, of in followed if of is not None]
         for index, row, of in sorted(texts, key=lambda one: len(one[2].text.ids) - len(one[2].kv.tokens)):
-            count = min(row.max_nodes, most - len(of.text.ids))
+            count = min(row.max_nodes, DEEPEST, most - len(of.text.ids))
             now = min(len(of.text.ids) - len(of.kv.tokens), left)
             if count > 0 and now and self._kv.allocate(of.kv, len(of.text.ids) + count, keep):
                 keep.append(of.kv)
@@ -187,7 +218,7 @@ class AnyVocabularyDrafter(HostDrafter):
         """Read the tokens drawn last."""
         starts = [len(chain.of.kv.tokens) for chain in chains]
         for chain in chains:
-            chain.of.kv.tokens.append(self._draft_of[chain.tokens[-1]])
+            chain.of.kv.tokens.append(chain.own[-1])
         return self._forward([chain.of for chain in chains], starts, [1] * len(chains), np.arange(len(chains)))
 
     def _forward(self, texts: list[_Text], starts: list[int], counts: list[int], logit_rows: np.ndarray) -> Tensor:
@@ -221,23 +252,25 @@ class AnyVocabularyDrafter(HostDrafter):
             if not chain.alive:
                 continue
             if _is_argmax(chain.sequence):
-                chain.tokens.append(top)
+                chain.tokens.append(int(self._target_of[top]))
             last = chain.tokens[-1]
-            ends = last in chain.sequence.ends or self._draft_of[last] < 0
+            chain.own.append(self._draft_of[last])
+            ends = last in chain.sequence.ends or chain.own[-1] < 0
             chain.alive = chain.certainty >= self._certain and not ends
 
-    def _likeliest(self, chain: _Chain, logits: np.ndarray) -> int:
-        """Return the likeliest shared token, and count its probability; a chain without a likely one ends here."""
-        masked = logits + self._unshared
-        best = int(masked.argmax())
+    def _likeliest(self, chain: _Chain, logits: np.ndarray, *, shared: bool = True) -> int:
+        """Return the drafter's likeliest token, of shared ones or of all, and count its probability; a chain without a
+        likely shared one ends here."""
+        best = int((logits + self._unshared if shared else logits).argmax())
         shares = np.exp(logits - logits.max())
-        total, shared = float(shares.sum()), float(shares @ self._is_shared)
+        total, mass = float(shares.sum()), float(shares @ self._is_shared)
         if not np.isfinite(total):
             raise ValueError("logits are not finite")
-        self._mass, self._num_masses = self._mass + shared / total, self._num_masses + 1
-        chain.alive = shared >= LEAST_SHARED * total
+        self._mass, self._num_masses = self._mass + mass / total, self._num_masses + 1
+        self.shared_mass = self._mass / self._num_masses
+        chain.alive = mass >= LEAST_SHARED * total
         chain.certainty *= float(shares[best]) / total
-        return int(self._target_of[best])
+        return best
 
     def _sample(
         self,

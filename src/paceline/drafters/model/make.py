@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from paceline.core.sequence import digest_of
@@ -61,7 +62,8 @@ def translation_of(name: str, loaded: LoadedModel, context: DrafterContext) -> T
     vocabulary = VocabularyMap.of(target, own, context.config.vocab_size, loaded.config.vocab_size)
     if vocabulary.is_empty:
         raise InvalidParameter("draft_model", f"{name} has no token in common with the target; leave it out")
-    return Translation(vocabulary, retokenizer(target, own, loaded.tokenizer, vocabulary))
+    rules = retokenizer(target, own, loaded.tokenizer, vocabulary)
+    return Translation(vocabulary, replace(rules, encode_target=context.encode))
 
 
 def retokenizer(target: TokenBytes, own: TokenBytes, tokenizer: Tokenizer, vocabulary: VocabularyMap) -> Retokenizer:

@@ -29,6 +29,7 @@ class Retokenizer:
     encode: Callable[[str], list[int]]  # text, in which nothing is a special token, to the drafter's tokens
     prefix: tuple[int, ...] = ()  # tokens that the drafter's tokenizer puts before every text
     adds_space: bool = False  # its tokenizer puts a space before every text
+    encode_target: Callable[[str], list[int]] | None = None  # text to the target's tokens; None: unknown
 
     def encode_tail(self, text: str, begins: bool) -> list[int]:
         """Return tokens of a text; `begins`: it stands behind a special token, or behind nothing."""
