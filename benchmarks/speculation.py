@@ -10,6 +10,7 @@ policies, at temperature 0.7 with another seed.
 
     python -m benchmarks.speculation                                   # copying
     python -m benchmarks.speculation --prompts mt_bench.jsonl --per-category 2 --lookups --fixed dspark:4 --whole
+    python -m benchmarks.speculation --model FILE --draft-model universal --prompts mt_bench.jsonl --lookups --fixed
     python -m benchmarks.speculation --prompts mt_bench.jsonl --batch 4 --fixed suffix:1 suffix:2
     python -m benchmarks.speculation drafter --drafter DIR --prompts mt_bench.jsonl   # τ of a block drafter
     python -m benchmarks.speculation drafter --drafter DIR --answers W/answers.json   # τ on kept answers
@@ -33,7 +34,7 @@ from paceline import SamplingParams
 
 NONE, AUTO = "none", "auto"
 NO_LOOPS = "all but loops"
-LOOKUPS = "lookups"  # `auto` without the model's trained drafter
+LOOKUPS = "lookups"  # `auto` without the model's trained drafter and without draft models
 SHAPES = {"chain 7": (1, 7), "tree 15": (8, 15), "tree 60": (8, 60)}  # beam and nodes of a block drafter
 GREEDY, SAMPLED = 0.0, 0.7
 
@@ -41,7 +42,7 @@ GREEDY, SAMPLED = 0.0, 0.7
 class Configuration:
     """An engine with drafters of its own on shared weights."""
 
-    def __init__(self, loaded: Any, method: str, k: int | None) -> None:
+    def __init__(self, loaded: Any, method: str, k: int | None, draft_models: Sequence[str] = ()) -> None:
         from paceline.build import make_drafters, make_engine, make_policy
         from paceline.config import EngineConfig, SpeculationConfig
 
@@ -49,7 +50,9 @@ class Configuration:
         speculation = SpeculationConfig(method=AUTO if method == LOOKUPS else method, k=k)
         drafters = []
         if method != NONE:  # all of `auto`; a fixed method is alone, since others would index texts beside it
-            every = replace(speculation, method=AUTO, k=None, drafter=(NONE,) if method == LOOKUPS else ())
+            lookups = method == LOOKUPS
+            every = replace(speculation, method=AUTO, k=None, drafter=(NONE,) if lookups else ())
+            every = replace(every, draft_model=() if lookups else tuple(draft_models))
             drafters = [one for one in make_drafters(loaded, every) if method in (AUTO, LOOKUPS, one.name)]
         self.policy = make_policy(loaded, speculation)
         # All prompts of a group are read in one step: no row is ahead when timing starts.
@@ -94,7 +97,7 @@ def compare(args: argparse.Namespace) -> None:
         rows = []
         for seed in range(args.seed, args.seed + args.rounds):
             params = params_of(temperature, args.max_tokens, seed).resolve({})
-            configurations = [Configuration(loaded, method, k) for method, k in methods]
+            configurations = [Configuration(loaded, method, k, args.draft_model) for method, k in methods]
             rows += run(configurations, loaded, prompts, params, args, random.Random(seed))
         report([one.name for one in configurations if one.name != NONE], rows, temperature, result)
     finish("speculation", result)
@@ -268,6 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, choices=range(1, 100), metavar="N")
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
     parser.add_argument("--lookups", action="store_true", help="auto without the trained drafter beside it")
+    parser.add_argument("--draft-model", nargs="*", default=[], help="models that draft beside the lookups")
     parser.add_argument("--dtype", default="auto", help="of the weights; float32: expanded")
     parser.add_argument("--activations", default="float32", choices=("float32", "int8"))
     parser.add_argument("--drafter", help="of drafter: folder of a trained block drafter")

@@ -18,6 +18,8 @@ from paceline.platform import cpu as machine
 
 EXACT = "yes: a drafted answer equals the plain one, token for token"
 NOT_EXACT = "no: a drafted answer may differ from the plain one where two tokens are nearly as likely"
+UNIVERSAL_READY = "in the cache: on a CPU it drafts for models of five times its size and more (--draft-model none)"
+UNIVERSAL_MISSING = "not in the cache: paceline pull universal fetches a drafter for any larger model"
 LITTLE_MEMORY = 1 << 30  # bytes; torch, the default model in fp32 and a small cache
 
 
@@ -87,7 +89,7 @@ def cache_folder(findings: list[Finding]) -> dict[str, Any]:
         home, cached = hub.cache_home(), hub.cached_models()
     except CacheFolderError as error:
         findings.append(Finding(one_line(error), "nothing can be pulled until then", fatal=True))
-        return {"path": None, "writable": False, "models": []}
+        return {"path": None, "writable": False, "models": [], "universal": False}
     names = [model.name for model in cached]
     problem = _why_unwritable(home)
     if problem is not None:
@@ -95,7 +97,8 @@ def cache_folder(findings: list[Finding]) -> dict[str, Any]:
         findings.append(Finding(f"the cache folder {home} cannot be written: {problem}", advice, fatal=not names))
     elif not names:
         findings.append(Finding("no model is cached yet", "paceline pull smollm2 fetches the default one"))
-    return {"path": str(home), "writable": problem is None, "models": names}
+    universal = hub.SAME[hub.UNIVERSAL] in names
+    return {"path": str(home), "writable": problem is None, "models": names, "universal": universal}
 
 
 def _why_unwritable(folder: Path) -> str | None:
@@ -170,6 +173,7 @@ def render(report: dict[str, Any]) -> list[str]:
         gpus = ", ".join(f"{gpu['name']} ({human_bytes(gpu['memory'])})" for gpu in torch["gpus"])
         lines += [f"  gpu         {gpus or 'none'}", f"  torch       {torch['version']}"]
     lines.append(f"  cache       {cache['path']} ({', '.join(cache['models']) or 'empty'})")
+    lines.append(f"  universal   {UNIVERSAL_READY if cache['universal'] else UNIVERSAL_MISSING}")
     if use is not None:
         lines += [
             "will use",
