@@ -92,7 +92,7 @@ class Tokenizer:
 
     def vocab_kind(self) -> str:
         """Return how tokens spell bytes: byte_level (GPT-2's letters), byte_fallback (<0x0A>), or raw."""
-        decoder = json.dumps(json.loads(self.backend.to_str()).get("decoder") or {})
+        decoder = "" if self.backend.decoder is None else str(self.backend.decoder.__getstate__())
         return "byte_level" if "ByteLevel" in decoder else "byte_fallback" if "ByteFallback" in decoder else "raw"
 
     def special_token_ids(self) -> list[int]:

@@ -31,10 +31,8 @@ class VocabularyMap:
     @staticmethod
     def of(target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> VocabularyMap:
         """Match two vocabularies, of models with logits of these widths."""
-        known: dict[bytes, int] = {}
-        for token, spelt in enumerate(target.of[:target_size]):
-            if spelt:
-                known.setdefault(spelt, token)
+        ids = range(min(target_size, len(target.of)) - 1, -1, -1)  # of equal bytes the lowest stays
+        known = {spelt: token for token in ids if (spelt := target.of[token])}
         target_of = np.full(draft_size, -1, np.int64)
         shown = draft.of[:draft_size]
         target_of[: len(shown)] = [known.get(spelt, -1) if spelt else -1 for spelt in shown]
