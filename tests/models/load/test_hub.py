@@ -378,6 +378,7 @@ def test_a_snapshot_takes_what_the_loader_reads_and_nothing_else(monkeypatch: py
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == {*wanted, "paceline.json"}
     assert not (folder / ".cache").exists()
     manifest = json.loads((folder / "paceline.json").read_text())
+    assert set(manifest.pop("files")) == set(wanted)
     assert manifest == {
         "name": "org/model",
         "source": "hub org/model",

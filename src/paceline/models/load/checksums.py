@@ -20,9 +20,9 @@ def sha256_of(path: Path) -> str:
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """Return the checksum of each file but the manifest, by its name in the folder."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
+    """Return the checksum of each file but the manifest and hidden ones, by its name in the folder."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {name: sha256_of(folder / name) for name in names if name != MANIFEST and not name.startswith(".")}
 
 
 def damage(folder: Path) -> str | None:
