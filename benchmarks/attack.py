@@ -16,22 +16,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import ROOT, finish
-from paceline.errors import InvalidParameter, PacelineError
+from paceline.errors import PacelineError
 from paceline.models.load.hub import resolve
 from paceline.models.load.loader import load_config
 from paceline.text import chat_template
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.grammar import Grammars
 from paceline.text.tokenizer import Tokenizer
-from tests.helpers.hostile_grammars import hostile_grammars
+from tests.helpers.hostile_grammars import follow, hostile_grammars
 from tests.helpers.hostile_templates import HOSTILE_TEMPLATES
+from tests.helpers.mutated_files import mutated
 
 PARTS = ("files", "templates", "grammars")
 BATCH = 500  # files of one process
@@ -44,28 +45,12 @@ def grammars(count: int, seed: int) -> dict[str, Any]:
     path, rng = resolve("smollm2"), random.Random(seed)
     tokenizer, config = Tokenizer.from_path(path), load_config(path)
     compiler = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
-    outcomes, compile_s, mask_s = {"refused": 0, "ended": 0, "followed": 0}, 0.0, 0.0
+    outcomes, compile_s, mask_s = Counter[str](), 0.0, 0.0
     for wanted in hostile_grammars(count, seed):
-        began = time.thread_time()
-        try:
-            compiled = compiler.compile(wanted)
-        except InvalidParameter:
-            outcomes["refused"] += 1
-            continue
-        finally:
-            compile_s = max(compile_s, time.thread_time() - began)
-        (matcher,) = compiler.matchers(compiled, 1)
-        sequence: Any = SimpleNamespace(output_tokens=[], matcher=matcher)
-        for _ in range(STEPS):
-            began = time.thread_time()
-            bits = matcher.masks(sequence, [], [])
-            mask_s = max(mask_s, time.thread_time() - began)
-            allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
-            if matcher.problem is not None or len(allowed) < 2:
-                break
-            sequence.output_tokens.append(int(rng.choice(allowed)))
-        outcomes["followed" if matcher.problem is None else "ended"] += 1
-    print(f"grammars: {outcomes}, longest mask {1e3 * mask_s:.0f} ms, longest compilation {1e3 * compile_s:.0f} ms")
+        followed = follow(compiler, wanted, rng, STEPS)
+        outcomes[followed.outcome] += 1
+        compile_s, mask_s = max(compile_s, followed.compile_s), max(mask_s, followed.mask_s)
+    print(f"grammars: {dict(outcomes)}, longest mask {mask_s:.3f} s, longest compilation {compile_s:.3f} s")
     fits = mask_s < MASK_S and compile_s < COMPILE_S
     return {**outcomes, "mask_s": round(mask_s, 4), "compile_s": round(compile_s, 4), "fits": fits}
 
@@ -151,20 +136,6 @@ def read_whole(path: Path) -> None:
         tensors = SafetensorsFile(path)
         for name in tensors.headers:
             tensors.read(name)
-
-
-def mutated(whole: bytes, rng: random.Random) -> bytes:
-    """Cut a file, lengthen it, or change bytes: anywhere, in the first eight, or in the header."""
-    data, kind = bytearray(whole), rng.randrange(6)
-    if kind == 0:
-        return bytes(data[: rng.randrange(len(data))])
-    if kind == 1:
-        return bytes(data) + rng.randbytes(rng.randint(1, 50))
-    most = {2: len(data), 3: 32}.get(kind, min(len(data), 1200))
-    for _ in range(rng.randint(1, 6)):
-        place = rng.randrange(most)
-        data[place] = rng.choice([rng.randrange(256), 0, 255, data[place] ^ 1 << rng.randrange(8)])
-    return bytes(data)
 
 
 def written_safetensors(folder: Path) -> bytes:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import BrokenModel
 from paceline.files.safetensors_reader import SafetensorsFile
+from tests.helpers.mutated_files import mutated
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -99,18 +100,6 @@ def test_a_mutated_file_is_read_or_refused_in_one_line(path: Path) -> None:
             errors.append(str(error))
     assert 100 < len(errors) < 599
     assert not any("\n" in error or len(error) > 2000 for error in errors)
-
-
-def mutated(whole: bytes, rng: random.Random) -> bytes:
-    data, kind = bytearray(whole), rng.randrange(5)
-    if kind == 0:
-        return bytes(data[: rng.randrange(len(data))])
-    if kind == 1:
-        return bytes(data) + rng.randbytes(rng.randint(1, 50))
-    for _ in range(rng.randint(1, 6)):
-        place = rng.randrange(len(data)) if kind == 2 else rng.randrange(8 if kind == 3 else min(len(data), 500))
-        data[place] = rng.randrange(256)
-    return bytes(data)
 
 
 def _file(header: object, data: bytes = b"", length: int | None = None) -> bytes:

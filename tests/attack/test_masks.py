@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.errors import InvalidParameter
 from paceline.text.grammar import Grammars
 from tests.helpers.errors import refused
-from tests.helpers.hostile_grammars import NAMED, hostile_grammars
+from tests.helpers.hostile_grammars import NAMED, follow, hostile_grammars
 
 STUCK = {"regex": "(((.{1,50}){1,50}){1,50}){1,50}"}
 MASK_S, COMPILE_S = 0.2, 1.0  # processor seconds; the longest seen are 0.06 and 0.3
@@ -25,33 +22,12 @@ def grammars(smollm2: LLM) -> Grammars:
     return Grammars(smollm2.tokenizer, smollm2.config.vocab_size, smollm2.config.eos_token_ids)
 
 
-def walk(grammars: Grammars, wanted: dict[str, Any], rng: random.Random, steps: int) -> tuple[float, float]:
-    """Follow a random text of the grammar; return the seconds of compilation and of the longest mask."""
-    began = time.thread_time()
-    try:
-        compiled = grammars.compile(wanted)
-    except InvalidParameter:
-        return time.thread_time() - began, 0.0
-    compile_s, longest = time.thread_time() - began, 0.0
-    (matcher,) = grammars.matchers(compiled, 1)
-    sequence: Any = SimpleNamespace(output_tokens=[], matcher=matcher)
-    for _ in range(steps):
-        began = time.thread_time()
-        bits = matcher.masks(sequence, [], [])
-        longest = max(longest, time.thread_time() - began)
-        allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
-        if matcher.problem is not None or len(allowed) < 2:
-            break
-        sequence.output_tokens.append(int(rng.choice(allowed)))
-    return compile_s, longest
-
-
 def test_no_grammar_takes_long_to_compile_or_for_a_mask(grammars: Grammars) -> None:
     rng = random.Random(0)
     for wanted in hostile_grammars(100):
-        compile_s, mask_s = walk(grammars, wanted, rng, 20)
-        assert compile_s < COMPILE_S, wanted
-        assert mask_s < MASK_S, wanted
+        followed = follow(grammars, wanted, rng, 20)
+        assert followed.compile_s < COMPILE_S, wanted
+        assert followed.mask_s < MASK_S, wanted
 
 
 def test_a_matcher_of_a_hostile_regex_says_what_is_wrong(smollm2: LLM, grammars: Grammars) -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.errors import InvalidParameter
+from paceline.text.grammar import Grammars
 
 NAMED: list[dict[str, Any]] = [
     {"regex": "(((.{1,50}){1,50}){1,50}){1,50}"},
@@ -118,3 +125,30 @@ def hostile_grammars(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             yield {"json": _schema(rng, rng.randint(1, 3))}
         else:
             yield {"grammar": _ebnf(rng)}
+
+
+class Followed(NamedTuple):
+    outcome: str  # refused; ended, at its bound; followed
+    compile_s: float  # processor seconds
+    mask_s: float  # of the longest mask
+
+
+def follow(grammars: Grammars, wanted: dict[str, Any], rng: random.Random, steps: int) -> Followed:
+    """Follow a random text of a grammar; each mask is that of one token."""
+    began = time.thread_time()
+    try:
+        compiled = grammars.compile(wanted)
+    except InvalidParameter:
+        return Followed("refused", time.thread_time() - began, 0.0)
+    compile_s, longest = time.thread_time() - began, 0.0
+    (matcher,) = grammars.matchers(compiled, 1)
+    sequence: Any = SimpleNamespace(output_tokens=[], matcher=matcher)
+    for _ in range(steps):
+        began = time.thread_time()
+        bits = matcher.masks(sequence, [], [])
+        longest = max(longest, time.thread_time() - began)
+        allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+        if matcher.problem is not None or len(allowed) < 2:
+            break
+        sequence.output_tokens.append(int(rng.choice(allowed)))
+    return Followed("followed" if matcher.problem is None else "ended", compile_s, longest)
