@@ -35,6 +35,19 @@ def test_a_short_request_begins_in_the_next_step_whatever_one_client_sends(
     load.check()
 
 
+def test_the_first_token_of_a_short_request_waits_for_no_part_of_a_long_prompt() -> None:
+    load = Simulation(0)
+    for _ in range(8):
+        load.send("heavy", 200, 1)
+    load.step()
+    sizes = []
+    for _ in range(8):  # a short request before each step
+        load.send("light", 4, 1)
+        sizes.append(load.step().num_tokens)
+    assert sizes[0::2] == [4] * 4
+    assert sizes[1::2] == [STEP_TOKENS] * 4, "every second step computes long prompts all the same"
+
+
 def test_no_request_starves() -> None:
     found = measure(1_500, seed=1)
     assert found["longest_wait_of_bound"] <= 1

@@ -67,6 +67,7 @@ class Scheduler:
         self._num_tokens = self._num_drafted = 0  # in these rows
         self._changes = 0  # sequences that joined or left since the start
         self._was_short = False  # a row of the step being scheduled had to preempt another
+        self._defers = False  # parts of long prompts are left to the step after the one being scheduled
         self._displacing: tuple[int, str, bool] = 0, "", False  # `_changes`, key of the head, and `_can_displace` then
         self._looking: dict[str, Sequence] = {}  # running sequences whose next token may need the host
 
@@ -272,20 +273,30 @@ class Scheduler:
         return max(nodes, self._scratch_slots.get(method, 0))
 
     def _compute_prompts(self, prompts: list[Sequence], *, may_displace: bool) -> None:
-        """Give the step's other tokens to prompts in the order of turns: `prompts`, which run, and those that wait."""
-        passed = set[str]()
+        """Give the step's other tokens to prompts in the order of turns: `prompts`, which run, and those that wait.
+
+        Behind a prompt that begins and is complete in this step, no part of a longer one is computed: the first token
+        would wait for it. Every second step is filled all the same.
+        """
+        passed, may_defer, self._defers = set[str](), not self._defers, False
         under_way, may_begin = sorted(prompts, key=self.waiting.turn, reverse=True), True
         while self._num_tokens < self._most_tokens:
             # None begins in a step that had to preempt: it would be preempted next.
             newcomer = self.waiting.head(passed) if may_begin and not self._was_short else None
             if newcomer is None and not under_way:
                 return
-            if newcomer is None or (under_way and not self.waiting.precedes(newcomer, under_way[-1])):
+            continues = newcomer is None or (under_way and not self.waiting.precedes(newcomer, under_way[-1]))
+            following = under_way[-1] if newcomer is None or continues else newcomer
+            if self._defers and following.num_uncomputed > self._most_tokens - self._num_tokens:
+                return
+            if newcomer is None or continues:
                 self._charge(under_way.pop())
             elif self._waits_for_sibling(newcomer):
                 passed.add(newcomer.request_id)
             else:  # none behind one that lacks blocks begins: it would take them for ever
                 may_begin = self._begin(newcomer)
+                row = self._rows.get(newcomer.key)
+                self._defers |= may_defer and row is not None and row.samples
                 if not may_begin and may_displace and (self.has_place or self._can_displace()):  # once in a step
                     may_begin, may_displace = self._displace_for(newcomer), False
 

@@ -8,6 +8,7 @@ one a job: the route and the body. The answer is either the response, or the pro
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ ROUTES: dict[str, type[Whole]] = {
     "/v1/responses": ResponseRequest,
 }
 MOST_REST = 1 << 19  # bytes of JSON beside prompt, messages, tools and texts: far more than any list of tokens needs
+NICENESS = 5  # steps of the engine come first: a quarter of a core is left where they need all
 ENDING = 100  # characters of a prompt that tell whether the answer begins with a thought
 TEXT = "text"  # in place of what has become tokens
 
@@ -109,6 +111,7 @@ def _rest(given: dict[str, Any], body: Whole) -> bytes:
 
 
 def main() -> None:
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     message = channel.receive()
