@@ -50,9 +50,10 @@ def test_a_jsonl_file_may_hold_prompts_messages_and_turns(tmp_path: Path) -> Non
         {"prompt": "Hello", "category": "greeting"},
         "",
         {"messages": [system, {"role": "user", "content": "Hi"}], "workload": "greeting"},
-        {"turns": ["One", "Two"]},
+        {"turns": ["One", "Two"], "schema": {"type": "object"}},
     )
     prompt, talk, turns = from_file(path)
+    assert (prompt.schema, turns.schema) == (None, {"type": "object"})
     assert (prompt.workload, prompt.turns, prompt.origin) == ("greeting", ("Hello",), f"line 1 of {path}")
     assert talk.messages([]) == [system, {"role": "user", "content": "Hi"}]
     assert turns.workload == "prompts"

@@ -610,10 +610,13 @@ def make_real(method, llm, texts):
     )
 
 
+ITEM = {"type": "object", "properties": {"name": {"enum": ["red", "green"]}, "hue": {"type": "integer"}}}
+SCHEMA = {"type": "array", "items": {**ITEM, "required": ["name", "hue"]}, "minItems": 2}
 REAL = (
     ("Repeat after me: one two three four. one two three four. one two", {}),
     ("The list of colours is red, green, blue. Again, the list of colours is", {"temperature": 0.6, "seed": 11}),
     ("def add(a, b):\n    return a + b\n\ndef add3(a, b, c):\n    return", {"repetition_penalty": 1.1}),
+    ("Two of the colours, as JSON: ", {"structured_outputs": {"json": SCHEMA}}),
 )
 
 

@@ -24,6 +24,7 @@ from paceline.drafters import METHODS, DeviceDraft, DrafterContext, HostDraft, H
 from paceline.drafters.block.config import W1, W2
 from paceline.drafters.heads.checkpoint import MedusaHead
 from paceline.drafters.heads.medusa import MedusaDrafter
+from paceline.drafters.lookup.forced_tokens import GrammarDrafter
 from paceline.drafters.model.any_vocabulary import AnyVocabularyDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
 from paceline.drafters.model.private_kv import PrivateKV
@@ -399,15 +400,25 @@ def context_for(config, **options):
     )
 
 
+def imitated(vocab_size, sequence):
+    """A text that a grammar seems to force, right now and then; of a length that the tokens decide."""
+    tokens = list(sequence.tokens)
+    for _ in range(sum(tokens[-3:]) % 4):
+        logits = imitating(tuple(tokens), vocab_size)
+        tokens.append(max(range(len(logits)), key=logits.__getitem__))
+    return tokens[len(sequence.tokens) :]
+
+
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is read or published, as on a device.
-EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix", TAUGHT)}
+EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix", "grammar", TAUGHT)}
 EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa", "dspark", "eagle3")}
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: METHODS["ngram"].make(context_for(config, ngram_min=1, ngram_max=3)),
     "suffix": lambda config: METHODS["suffix"].make(context_for(config)),
+    "grammar": lambda config: GrammarDrafter(context_for(config), functools.partial(imitated, config.vocab_size)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     TAPPED: lambda config: PairDrafter(config.vocab_size),
     TAUGHT: lambda config: TaughtDrafter(config.vocab_size),

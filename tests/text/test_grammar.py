@@ -96,7 +96,7 @@ def test_a_mask_forbids_tokens_at_its_node_only() -> None:
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}])
 def test_answers_are_valid_and_do_not_depend_on_the_drafter(smollm2: LLM, sampling: dict[str, Any]) -> None:
     answers = []
-    for speculation in ("none", {"method": "ngram", "k": 4}, {"method": "suffix", "k": 6}):
+    for speculation in ("none", {"method": "ngram", "k": 4}, {"method": "suffix", "k": 6}, "grammar"):
         params = SamplingParams(max_tokens=60, structured_outputs={"json": SCHEMA}, speculation=speculation, **sampling)
         answers.append([output.outputs[0] for output in smollm2.chat(ASK, params)])
     assert len({tuple(tuple(answer.token_ids) for answer in each) for each in answers}) == 1

@@ -219,6 +219,9 @@ class ServerUnderTest:
             body |= {"max_tokens": each.max_tokens, "temperature": each.temperature}
             if each.seed is not None and each.temperature:
                 body["seed"] = each.seed % (1 << 31)  # some servers keep a seed in 32 bits
+            if each.structured_outputs is not None:
+                schema = {"name": "answer", "schema": each.structured_outputs["json"]}
+                body["response_format"] = {"type": "json_schema", "json_schema": schema}
             bodies.append(body)
         replies = zip(self.request(url, bodies), params, strict=True)
         answers = tuple(read_answer(url, reply, each.max_tokens or 0) for reply, each in replies)

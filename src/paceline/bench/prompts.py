@@ -1,8 +1,8 @@
 """Prompts of a benchmark: the packaged workloads, or a file of the user's. No torch.
 
 A file is jsonl, one object a line: `{"prompt": text}`, `{"messages": [...]}` or `{"turns": [text, ...]}`, with an
-optional "workload" (or "category"); or plain text with one prompt a line. In a conversation of several turns every
-engine continues from plain decoding's answer, so that all have equal prompts.
+optional "workload" (or "category") and "schema", the JSON schema of its answers; or plain text with one prompt a line.
+In a conversation of several turns every engine continues from plain decoding's answer, so that all have equal prompts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, short_repr
 from paceline.files.prompt_files import numbered_lines, read_file, read_object, some_text
 
 WORKLOADS = (
     *("chat", "code", "math", "summarise", "quote", "extraction", "sql"),
-    *("factual", "translation", "support", "creative", "multi-turn", "reasoning", "thoughts"),
+    *("factual", "translation", "support", "creative", "multi-turn", "reasoning", "thoughts", "json"),
 )
+USUAL_WORKLOADS = WORKLOADS[:-1]  # json needs the library of structured outputs
 QUICK_WORKLOADS = ("chat", "code", "math", "summarise", "extraction")
 UNNAMED = "prompts"  # the workload of prompts that name none
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -35,6 +36,7 @@ class Prompt:
     turns: tuple[str, ...]
     before: tuple[Message, ...] = ()
     origin: str  # for error messages: "line 3 of prompts.jsonl"
+    schema: Mapping[str, Any] | None = None  # JSON schema of the answers
 
     def messages(self, answers: Sequence[str]) -> list[Message]:
         """Return the conversation up to the first turn without an answer."""
@@ -86,8 +88,11 @@ def read_json(line: str, origin: str, workload: str) -> Prompt:
     name = fields.get("workload", fields.get("category", workload))
     if not isinstance(name, str) or not name.strip():
         raise InvalidParameter("prompts", f"{origin}: workload must be a name, got {name!r}")
+    schema = fields.get("schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise InvalidParameter("prompts", f"{origin}: schema must be a JSON schema, got {short_repr(schema)}")
     before, turns = FORMS[form](fields[form], origin)
-    return Prompt(workload=name.strip(), turns=turns, before=before, origin=origin)
+    return Prompt(workload=name.strip(), turns=turns, before=before, origin=origin, schema=schema)
 
 
 _Talk = tuple[tuple[Message, ...], tuple[str, ...]]  # the conversation so far, and the turns to answer

@@ -126,7 +126,9 @@ def _rows(
     talks: list[list[str]] = [[] for _ in group.prompts]
     for turn in range(group.turns):
         asked = [subject.encode(prompt, answers) for prompt, answers in zip(group.prompts, talks, strict=True)]
-        params = [_params(plan, subject.defaults, pair, turn, index) for index in range(concurrency)]
+        params = [
+            _params(plan, subject.defaults, prompt, f"{pair}/{turn}/{at}") for at, prompt in enumerate(group.prompts)
+        ]
         order = list(answerers)
         noise.shuffle(order)
         runs: dict[Contender, Run] = {}
@@ -139,12 +141,17 @@ def _rows(
             answers.append(subject.decode(answer.tokens))
 
 
-def _params(plan: RunPlan, defaults: Mapping[str, Any], pair: int, turn: int, index: int) -> SamplingParams:
+def _params(plan: RunPlan, defaults: Mapping[str, Any], prompt: Prompt, which: str) -> SamplingParams:
     """Return equal parameters for all contenders, with a seed for each request, so that samples are independent."""
     seed = None
     if plan.seed is not None and plan.temperature > 0:
-        seed = random.Random(f"{plan.seed}/{pair}/{turn}/{index}").getrandbits(62)
-    return SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens, seed=seed).resolve(defaults)
+        seed = random.Random(f"{plan.seed}/{which}").getrandbits(62)
+    return SamplingParams(
+        temperature=plan.temperature,
+        max_tokens=plan.max_tokens,
+        seed=seed,
+        structured_outputs=None if prompt.schema is None else {"json": prompt.schema},
+    ).resolve(defaults)
 
 
 @dataclass

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
+GRAMMAR = "grammar"
 DRAFT_MODEL = "draft-model"
 MEDUSA = "medusa"
 DSPARK = "dspark"
@@ -79,6 +80,7 @@ class Method(NamedTuple):
     vllm: str | None = None  # its spelling in vLLM's speculative_config; None: vLLM has no such method
     recognise: Callable[[Mapping[str, Any]], bool] | None = None  # a drafter's config.json is of this method
     export: Callable[..., None] | None = None  # writes a folder for other engines; None: they read it as it is
+    structured: bool = False  # it drafts for requests with structured outputs alone
 
 
 def _made_by(module: str, maker: str, *more: Any) -> Callable[..., Any]:
@@ -109,6 +111,7 @@ METHODS: Mapping[str, Method] = {
             ("suffix_corpus", "suffix_store", "suffix_answers", "suffix_bytes"),
             vllm="suffix",
         ),
+        Method(GRAMMAR, _made_by("lookup.forced_tokens", "GrammarDrafter"), (), structured=True),
         Method(
             DRAFT_MODEL,
             _made_by("model.make", "from_context"),

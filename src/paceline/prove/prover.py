@@ -15,7 +15,7 @@ from paceline.engine.policy.adaptive import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
 from paceline.prove.report import Check, Report
-from paceline.prove.subject import PROMPTS, Effort, ProofSubject, chosen_methods, encoded_prompts
+from paceline.prove.subject import PROMPTS, Effort, ProofSubject, chosen_methods, encoded_prompts, is_structured
 
 
 def prove(
@@ -86,7 +86,8 @@ def _checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Check]]]:
     for m in methods:
         yield f"sampling {m}", partial(sampling.replayed, subject, m)
     yield "coins", partial(sampling.two_steps, subject)
-    yield "generations", partial(sampling.generations, subject)
+    if not all(map(is_structured, methods)):
+        yield "generations", partial(sampling.generations, subject)
     for m in methods:
         yield f"seeds {m}", partial(identity.alone, subject, m, seeded=True)
     yield "seeds batches", partial(identity.batched, subject, seeded=True)

@@ -11,7 +11,7 @@ from paceline.drafters import NONE
 from paceline.prove.g_test import g_test
 from paceline.prove.replay import FixedReplay, ReplayStream, toy
 from paceline.prove.report import Check
-from paceline.prove.subject import ProofSubject
+from paceline.prove.subject import ProofSubject, is_structured
 from paceline.prove.tap import Step
 from paceline.sampling_params import SamplingParams
 
@@ -72,10 +72,11 @@ def generations(subject: ProofSubject) -> Check:
     prompt = _copying_prompt(subject)
     with subject.prefix_caching(True):
         law = _exact_law(subject, prompt)
-    each = max(subject.effort.generations // len(subject.methods), 1)
+    methods = [method for method in subject.methods if not is_structured(method)]
+    each = max(subject.effort.generations // len(methods), 1)
     counts: Counter[tuple[int, ...]] = Counter()
     with subject.prefix_caching(True), subject.tapped() as tap:
-        for method in subject.methods:
+        for method in methods:
             more = {"temperature": FLATTER, "top_k": FEW, "ignore_eos": True, "n": each}
             params = subject.params(method, 2, max_tokens=FIRST_TOKENS + 2, **more)
             answers = subject.llm.generate(prompt, params)[0].outputs

@@ -27,8 +27,17 @@ from paceline.prove.replay import Verify
 from paceline.prove.report import Check
 from paceline.prove.tap import Tap
 from paceline.sampling_params import SamplingParams
+from paceline.text.grammar import can_compile
 
 LENGTHS = (4, 8, 2, 1, 3)  # k of prompts, in turn
+# Asked of requests whose method drafts for structured outputs alone: no answer ends before its max_tokens.
+ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 24}, "kind": {"enum": ["animal", "vegetable", "mineral"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+STRUCTURED = {"json": {"type": "array", "minItems": 1000, "items": ITEM}}
 NEAR_TIE = 1e-3  # nats between the two likeliest tokens below which kernels that are not exact may disagree
 # Tasks that copy, so that drafts are accepted, and open ones, so that some are rejected.
 PROMPTS: tuple[str, ...] = (
@@ -90,6 +99,8 @@ class ProofSubject:
 
     def params(self, method: str, k: int, **more: object) -> SamplingParams:
         options: dict[str, object] = {"temperature": 0.0, "max_tokens": self.effort.max_tokens} | more
+        if is_structured(method):
+            options |= {"structured_outputs": STRUCTURED, "ignore_eos": False}
         speculation = NONE if method == NONE else {"method": method, "k": k}
         return SamplingParams(speculation=speculation, **options)  # type: ignore[arg-type]
 
@@ -193,6 +204,11 @@ def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in chats]
 
 
+def is_structured(method: str) -> bool:
+    """Return whether a method, or a drafter by its name, drafts for structured outputs alone."""
+    return any(matches_method(method, name) for name, each in METHODS.items() if each.structured)
+
+
 def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
     available = llm.call(lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     meant: list[str] = []
@@ -204,7 +220,8 @@ def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
             flags = " and ".join(f"--{need.replace('_', '-')}" for need in METHODS[asked].needs)
             raise InvalidParameter("methods", f"{asked} is not loaded; give {flags or f'method {AUTO}'}")
         meant += matching
-    return tuple(dict.fromkeys(meant)) or available
+    possible = tuple(name for name in available if can_compile() or not is_structured(name))
+    return tuple(dict.fromkeys(meant)) or possible
 
 
 def _common(one: SequenceOf[int], other: SequenceOf[int]) -> int:

@@ -15,17 +15,19 @@ import re
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
 
 from paceline.errors import InvalidParameter, PacelineError
-from paceline.text.ebnf import ebnf
-from paceline.text.grammar_parts import Rules, json_options, literal, one_of, plain_schema, whitespace_of
-from paceline.text.structural_tags import tag_source
+from paceline.text.forced import WORD, ForcedText
+from paceline.text.grammar_source.ebnf import ebnf
+from paceline.text.grammar_source.grammar_parts import Rules, json_options, literal, one_of, plain_schema, whitespace_of
+from paceline.text.grammar_source.structural_tags import tag_source
+from paceline.text.spacing import Spacing
 
 FIELD = "structured_outputs"
-WORD = 32  # tokens of a word of a mask
 # Processor seconds of masks: the allowance of a sequence in each step, and the sum beyond it that ends its request.
 # A mask takes 0.02 to 0.5 ms; an ambiguous grammar takes more, and all other sequences wait for it.
 USUAL_S, BEYOND_S = 0.01, 0.5
@@ -107,6 +109,11 @@ def _byte_letters() -> str:
     return "".join(chr(byte if byte in shown else next(others)) for byte in range(256))
 
 
+def can_compile() -> bool:
+    """Return whether the library of structured outputs is installed."""
+    return find_spec("llguidance") is not None
+
+
 class Grammars:
     """The compiler of grammars. Any thread may call it, so that a long compilation does not hold up a step."""
 
@@ -118,8 +125,11 @@ class Grammars:
         if not eos_token_ids:
             raise InvalidParameter(FIELD, "the model has no end-of-sequence token, which ends a structured answer")
         self._library, self._eos = llguidance, frozenset(eos_token_ids)
-        vocabulary: Any = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, min(eos_token_ids)))
-        self._tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        vocabulary = _Vocabulary(tokenizer, vocab_size, min(eos_token_ids))
+        wrapped: Any = llguidance.TokenizerWrapper(vocabulary)
+        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        # Of several tokens that end an answer, the one that ends a turn has the highest number.
+        self._forced = ForcedText(vocabulary.tokens, max(eos_token_ids), vocabulary, self._tokenizer.tokenize_bytes)
         self._limits: Any = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         self.words = -(-vocab_size // WORD)
 
@@ -154,7 +164,7 @@ class Grammars:
     def matchers(self, compiled: Any, count: int) -> list[Matcher]:
         """Return the matchers of the answers to a request, which share its allowance."""
         owed = Owed()
-        return [Matcher(compiled.deep_copy(), self.words, self._eos, owed) for _ in range(count)]
+        return [Matcher(compiled.deep_copy(), self.words, self._eos, owed, self._forced) for _ in range(count)]
 
 
 class Owed:
@@ -178,9 +188,13 @@ class _Stopwatch:
 class Matcher:
     """A grammar's state after the committed tokens of one sequence."""
 
-    def __init__(self, matcher: Any, words: int, eos: frozenset[int], owed: Owed) -> None:
-        self._matcher, self._words, self._eos, self._owed = matcher, words, eos, owed
+    def __init__(
+        self, matcher: Any, words: int, eos: frozenset[int], owed: Owed, forced: ForcedText | None = None
+    ) -> None:
+        self._matcher, self._words, self._eos, self._owed, self._forced = matcher, words, eos, owed, forced
         self._taken, self._ended = 0, False
+        self._spacing, self._spaced = Spacing(), 0
+        self._drafting = Owed()  # of forced text: beyond the bound there is no more of it
 
     @property
     def problem(self) -> str | None:
@@ -197,19 +211,39 @@ class Matcher:
         bits = np.full((1 + len(tokens), self._words), -1, dtype=np.int32)
         if self._ended or self.problem is not None:
             return bits  # the sequence ends, whatever the step yields
-        output, stopwatch = sequence.output_tokens, _Stopwatch(self._owed)
-        for token in output[self._taken :]:
-            if token in self._eos:
-                self._ended = True
-                return bits
-            self._matcher.consume_token(token)
-        self._taken = len(output)
+        stopwatch = _Stopwatch(self._owed)
+        self._follow(sequence.output_tokens)
+        if self._ended:
+            return bits
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
         self._fill(-1, bits, tokens, children, stopwatch)
         self._owed.seconds = stopwatch.owed
         return bits
+
+    def forced(self, sequence: Matched) -> list[int]:
+        """Return the tokens that the grammar forces behind the committed ones, as far as they can be guessed."""
+        if self._forced is None or self._ended or self.problem is not None or self._drafting.seconds > BEYOND_S:
+            return []
+        output, stopwatch = sequence.output_tokens, _Stopwatch(self._drafting)
+        self._follow(output)
+        if self._ended or self.problem is not None:
+            return []
+        self._spacing.read(self._forced.bytes_of(output[self._spaced :]))
+        self._spaced = len(output)
+        tokens = self._forced.behind(self._matcher, output, self._spacing)
+        self._drafting.seconds = stopwatch.owed
+        return tokens
+
+    def _follow(self, output: SequenceOf[int]) -> None:
+        """Bring the state up to the committed tokens."""
+        for token in output[self._taken :]:
+            if token in self._eos:
+                self._ended = True
+                return
+            self._matcher.consume_token(token)
+        self._taken = len(output)
 
     def _fill(
         self,

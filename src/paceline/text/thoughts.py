@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
-from paceline.text.structural_tags import format_of
+from paceline.text.grammar_source.structural_tags import format_of
 from paceline.text.structured_outputs import KINDS, ONE_LINE
 
 EFFORT, THINKING = "reasoning_effort", "enable_thinking"  # variables of chat templates

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.bench.grid import concurrencies, split
-from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
+from paceline.bench.prompts import QUICK_WORKLOADS, USUAL_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.bench.runner import RunPlan
 from paceline.cli.flags import Drafter, MeasureOptions, argument, flag, with_options
 from paceline.cli.output import exit_code, print_and_save, print_json
@@ -186,7 +186,7 @@ def choose_prompts(options: BenchOptions, most: int) -> list[Prompt]:
 
 def packaged_workloads(options: MeasureOptions) -> list[str]:
     """Return the packaged workloads of a run; one of several turns needs the chat template."""
-    names = QUICK_WORKLOADS if options.quick else WORKLOADS
+    names = QUICK_WORKLOADS if options.quick else USUAL_WORKLOADS
     return [name for name in names if not (options.raw and name == "multi-turn")]
 
 

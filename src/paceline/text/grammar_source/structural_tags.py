@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.errors import short_repr
-from paceline.text.ebnf import ebnf
-from paceline.text.grammar_parts import (
+from paceline.text.grammar_source.ebnf import ebnf
+from paceline.text.grammar_source.grammar_parts import (
     ANY_TEXT,
     MOST_DEPTH,
     GrammarPart,

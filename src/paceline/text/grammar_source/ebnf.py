@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.errors import short_repr
-from paceline.text.grammar_parts import (
+from paceline.text.grammar_source.grammar_parts import (
     EMPTY,
     MOST_DEPTH,
     GrammarPart,
