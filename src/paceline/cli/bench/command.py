@@ -181,7 +181,8 @@ def choose_prompts(options: BenchOptions, most: int) -> list[Prompt]:
     if options.prompts is not None:
         return from_file(options.prompts, names, each or (PER_WORKLOAD if options.quick else None))
     names = names or packaged_workloads(options)
-    return shipped(names, each or max(PER_WORKLOAD, -(-most * MIN_PAIRS // len(names))))
+    alike = max(len(names) - 1, 1)  # conversations of several turns make no group with others
+    return shipped(names, each or max(PER_WORKLOAD, -(-most * MIN_PAIRS // alike)))
 
 
 def packaged_workloads(options: MeasureOptions) -> list[str]:
