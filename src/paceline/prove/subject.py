@@ -90,7 +90,7 @@ class ProofSubject:
     spare: list[list[int]]  # for checks that have not seen an accept, a reject and a bonus yet
     generator: torch.Generator
     seed: int
-    _plain: dict[tuple[tuple[int, ...], SamplingParams], CompletionOutput] = field(default_factory=dict)
+    _plain: dict[tuple[tuple[int, ...], str], CompletionOutput] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -107,7 +107,7 @@ class ProofSubject:
     def plain(self, prompt: SequenceOf[int], params: SamplingParams) -> CompletionOutput:
         """Return the engine's answer alone and without drafts; computed once."""
         plain_params = replace(params, speculation=NONE)
-        key = (tuple(prompt), plain_params)
+        key = (tuple(prompt), repr(plain_params))
         if key not in self._plain:
             self._plain[key] = self.llm.generate(list(prompt), plain_params)[0].outputs[0]
         return self._plain[key]
