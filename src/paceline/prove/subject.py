@@ -99,7 +99,7 @@ class ProofSubject:
 
     def params(self, method: str, k: int, **more: object) -> SamplingParams:
         options: dict[str, object] = {"temperature": 0.0, "max_tokens": self.effort.max_tokens} | more
-        if is_structured(method):
+        if is_structured(method) or (method == AUTO and all(map(is_structured, self.methods))):
             options |= {"structured_outputs": STRUCTURED, "ignore_eos": False}
         speculation = NONE if method == NONE else {"method": method, "k": k}
         return SamplingParams(speculation=speculation, **options)  # type: ignore[arg-type]
