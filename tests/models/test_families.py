@@ -12,18 +12,23 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+from paceline.errors import UnsupportedModel
 from paceline.models.backends.torch import TorchKernels
 from paceline.models.decoder import Decoder
-from paceline.models.families import FAMILIES
+from paceline.models.families import FAMILIES, nearest
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
+from paceline.models.load.hf_config import parse_config
 from paceline.models.load.loader import load_config, load_weights
+from paceline.models.load.open_model import load_model
 from paceline.models.plan import PassPlan
-from paceline.models.weights import Dtypes
+from paceline.models.quant.quantize import quantize_folder
+from paceline.models.weights import Dtypes, WeightKind
 from paceline.testing import logits_of
-from tests.helpers.tiny import TINY, save_tiny
+from tests.helpers.tiny import COMMON, IDS, SLIDING, TINY, save_tiny, write_tokenizer
 
 CPU = torch.device("cpu")
 LENGTH = 60  # tokens, beyond the windows and original contexts of the tiny models
@@ -98,6 +103,59 @@ def test_a_gguf_file_of_llama_cpps_layout_is_the_same_model(tiny, tmp_path) -> N
     name, _, oracle, tokens, expected = tiny
     write_gguf(tmp_path / "m.gguf", name, oracle)
     torch.testing.assert_close(logits_of(decoder_of(tmp_path / "m.gguf"), tokens, [LENGTH]), expected, **NEAR)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "glm4"])  # norms less 1; fused; fused, neighbours
+def test_blocks_of_a_family_are_the_model_of_their_numbers(name, tmp_path) -> None:
+    """In a folder that `quantize` wrote, under the names of the original; also with activations in int8."""
+    save_tiny(name, tmp_path / "float", hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
+    quantize_folder(tmp_path / "float", "q8_0", tmp_path / "blocks", lambda done, total: None)
+    tokens, config = random.Random(4).choices(range(97), k=24), load_config(tmp_path / "blocks")
+    numbers = {key: weight.numbers().float() for key, weight in load_weights(tmp_path / "blocks", config).items()}
+    plain = Decoder(config, numbers, kernels_for(CPU), device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    blocks = load_model(tmp_path / "blocks", device="cpu")
+    assert blocks.kind is WeightKind.Q8_0
+    torch.testing.assert_close(
+        logits_of(blocks.decoder, tokens, [24]), logits_of(plain, tokens, [24]), atol=1e-3, rtol=1e-3
+    )
+    rounded = load_model(tmp_path / "blocks", device="cpu", activations="int8").decoder
+    assert torch.equal(logits_of(rounded, tokens, [24]), logits_of(rounded, tokens, [1] * 24))
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+WRAPPERS = {
+    "Mistral3": ({"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", "head_dim": 16}, {}),
+    "Gemma3": (
+        {"sliding_window": 16, "layer_types": SLIDING},
+        {"model_type": "siglip_vision_model"},
+        {"mm_tokens_per_image": 4, "boi_token_index": 6, "eoi_token_index": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_of_a_multimodal_model_the_text_is_served_and_a_note_says_so(name, tmp_path) -> None:
+    text, vision, own = WRAPPERS[name]
+    text = {**COMMON, **IDS, "head_dim": 16, **text}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config={**VISION, **vision}, image_token_index=5, **own
+    )
+    oracle = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    oracle.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, 97)
+    loaded, tokens = load_model(tmp_path, device="cpu"), list(range(10, 50))
+    with torch.no_grad():
+        expected = oracle(input_ids=torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits_of(loaded.decoder, tokens, [40]), expected, **NEAR)
+    assert any("text only" in note for note in loaded.notes)
+
+
+def test_an_unknown_architecture_is_named_beside_the_nearest_that_is_known() -> None:
+    assert nearest("Gemma3nForCausalLM", ["LlamaForCausalLM", "Gemma3ForCausalLM"]).endswith("Gemma3ForCausalLM")
+    assert nearest("Mamba", ["LlamaForCausalLM"]) == ""
+    with pytest.raises(UnsupportedModel, match="nearest is Gemma3ForCausalLM"):
+        parse_config({"architectures": ["Gemma3nForCausalLM"]}, "config.json")
 
 
 NEAR = {"atol": 1e-4, "rtol": 1e-4}

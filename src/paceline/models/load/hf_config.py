@@ -9,7 +9,8 @@ from paceline.models.families.family import Family
 from paceline.models.load.quantized_config import KEYS, Quantization, parse_quantization
 from paceline.models.spec import ModelConfig
 
-OUTER = ("bos_token_id", "eos_token_id", "tie_word_embeddings")  # keys of a wrapper that its text_config may leave out
+SPECIAL = ("bos_token_id", "eos_token_id")  # keys of a wrapper that its text_config may leave out
+TIED = "tie_word_embeddings"
 
 
 def parse_checkpoint(raw: Json, source: str) -> tuple[ModelConfig, Quantization | None]:
@@ -23,9 +24,9 @@ def parse_config(raw: Json, source: str) -> ModelConfig:
     family, name = _family(raw, source)
     if name in family.wrappers:
         text = JsonFields(raw, source).section("text_config").values
-        inner = by_model_type(text.get("model_type")) or family
-        family = inner
-        raw = {key: raw[key] for key in OUTER if key in raw} | text
+        family = by_model_type(text.get("model_type")) or family
+        tied = {TIED: raw[TIED]} if TIED in raw else {}  # the wrapper's own decides, as in transformers
+        raw = {key: raw[key] for key in SPECIAL if key in raw} | text | tied
     values = dict(raw)
     for key, value in family.defaults.items():
         if values.get(key) is None:
