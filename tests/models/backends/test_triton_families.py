@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""A layer of each kind that is not Llama's by the CUDA kernels, through Triton's interpreter, against torch's kernels."""
+"""A layer of each kind that is not Llama's by the CUDA kernels, in Triton's interpreter, beside torch's kernels."""
 
 from __future__ import annotations
 
