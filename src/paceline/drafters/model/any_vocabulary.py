@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ CATCH_UP = 512  # tokens read in one step before rows draft; a longer lag takes 
 DEEPEST, PASSES = 6, 2  # tokens of the longest chain; passes of a draft, about, until one has been timed
 CERTAIN = 0.3  # product of the likeliest tokens' probabilities below which a chain ends
 REENCODE_BELOW, ENOUGH = 0.5, 64  # shared probability below which drafts are re-encoded; distributions to know it
+PLAIN = dict.fromkeys(("penalties", "bias", "allowed", "bad_words", "min_tokens", "grammar", "fallback"))  # no edits
 LEAST_SHARED = 0.01  # probability of all shared tokens below which a chain ends
 
 
@@ -144,7 +145,7 @@ class AnyVocabularyDrafter(HostDrafter):
         metadata_draws = self._builder.build(self._builder.params(sampled)) if sampled else None
         for seq, sequence in enumerate(sampled):
             next(chain for chain in chains if chain.sequence is sequence).seq = seq
-        q = _DrawnFrom()
+        q = _DrawnFrom(self.vocabulary.ids, len(self._draft_of))
         depth, alive = 0, chains
         while alive:
             if depth:
@@ -167,7 +168,7 @@ class AnyVocabularyDrafter(HostDrafter):
             drafted = b"".join(self.rules.draft_bytes[token] or b"" for token in chain.own)
             found = reencoded(chain.sequence.tokens, drafted, self.rules.target_bytes, encode)
             chain.tokens = found[: chain.count]
-        return _draft(chains, batch, _DrawnFrom())
+        return _draft(chains, batch, None)
 
     def _goes_on(self, chain: _Chain) -> bool:
         spelt = self.rules.draft_bytes
@@ -281,23 +282,34 @@ class AnyVocabularyDrafter(HostDrafter):
         draws: DrawKeys,
         q: _DrawnFrom,
     ) -> None:
-        """Draw from q over the target's vocabulary, under the requests' parameters."""
-        wide = torch.full((len(chains), len(self._draft_of)), -torch.inf)
-        wide[:, self.vocabulary.ids] = self.vocabulary.shared(logits)
-        seq = torch.tensor([chain.seq for chain in chains])
-        depths = torch.full_like(seq, depth)
-        path = torch.tensor([chain.tokens for chain in chains]).view(len(chains), depth)
-        tokens, probs = propose(wide, metadata, draws, Nodes(seq=seq, node=depths - 1, depth=depths, path=path))
-        for index, (chain, token) in enumerate(zip(chains, tokens.tolist(), strict=True)):
-            chain.tokens.append(token)
-            if probs is not None and chain.sequence.sampled and chain.sequence.seed is None:
-                q.add(chain.row, depth, probs[index])
+        """Draw from q under the requests' parameters: over shared tokens alone for rows that draw by coins, since
+        filters take long over a vocabulary; seeds and edits are of the target's tokens."""
+        ids, shared = self.vocabulary.ids, self.vocabulary.shared(logits)
+        by_coins = [is_plain(chain.sequence) and _by_coins(chain.sequence) for chain in chains]
+        for some in (True, False):
+            rows = [row for row, coins in enumerate(by_coins) if coins == some]
+            if not rows:
+                continue
+            part, own = [chains[row] for row in rows], shared[rows]
+            if not some:
+                own = torch.full((len(rows), len(self._draft_of)), -torch.inf).index_copy_(1, ids, own)
+            seq = torch.tensor([chain.seq for chain in part])
+            depths = torch.full_like(seq, depth)
+            path = torch.tensor([chain.tokens for chain in part]).view(len(part), depth)
+            nodes = Nodes(seq=seq, node=depths - 1, depth=depths, path=path)
+            coins = replace(draws, coins=any(_by_coins(chain.sequence) for chain in part))
+            tokens, probs = propose(own, replace(metadata, **PLAIN) if some else metadata, coins, nodes)
+            for index, (chain, token) in enumerate(zip(part, tokens.tolist(), strict=True)):
+                chain.tokens.append(int(ids[token]) if some else token)
+                if probs is not None and _by_coins(chain.sequence):
+                    q.add(chain.row, depth, probs[index])
 
 
 class _DrawnFrom:
-    """The distributions that tokens of a draft were drawn from."""
+    """The distributions that tokens of a draft were drawn from, over these of the target's tokens or over all."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Tensor, vocab_size: int) -> None:
+        self._ids, self._vocab_size = ids, vocab_size
         self._probs: list[Tensor] = []
         self._places: list[tuple[int, int]] = []
 
@@ -311,14 +323,25 @@ class _DrawnFrom:
         row_of = torch.full((batch, width + 1), -1)
         for index, place in enumerate(self._places):
             row_of[place] = index
-        return Proposal(probs=torch.stack(self._probs), row_of=row_of)
+        if all(len(probs) == len(self._ids) for probs in self._probs):
+            return Proposal(probs=torch.stack(self._probs), row_of=row_of, ids=self._ids)
+        return Proposal(probs=torch.stack([self._spread(probs) for probs in self._probs]), row_of=row_of)
+
+    def _spread(self, probs: Tensor) -> Tensor:
+        if len(probs) == self._vocab_size:
+            return probs
+        return probs.new_zeros(self._vocab_size).index_copy_(0, self._ids, probs)
+
+
+def _by_coins(sequence: Sequence) -> bool:
+    return sequence.sampled and sequence.seed is None
 
 
 def _is_argmax(sequence: Sequence) -> bool:
     return sequence.params.greedy and is_plain(sequence)
 
 
-def _draft(chains: list[_Chain], batch: int, q: _DrawnFrom) -> Draft:
+def _draft(chains: list[_Chain], batch: int, q: _DrawnFrom | None) -> Draft:
     width = max(len(chain.tokens) for chain in chains)
     if not width:
         return Draft.empty(batch)
@@ -326,4 +349,6 @@ def _draft(chains: list[_Chain], batch: int, q: _DrawnFrom) -> Draft:
     for chain in chains:
         tokens[chain.row, : len(chain.tokens)] = chain.tokens
         num_nodes[chain.row] = len(chain.tokens)
-    return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(num_nodes), q=q.proposal(batch, width))
+    return Draft.chains(
+        torch.from_numpy(tokens), torch.from_numpy(num_nodes), q=None if q is None else q.proposal(batch, width)
+    )
