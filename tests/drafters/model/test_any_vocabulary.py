@@ -103,6 +103,26 @@ def test_q_is_the_drafters_distribution_over_shared_tokens_under_the_requests_pa
             assert found[VOCAB - 1] == 0, "a letter that the drafter has not is never drafted"
 
 
+def test_q_of_a_row_is_the_same_beside_rows_of_other_parameters():
+    wishes = [{"temperature": 0.8}, {"temperature": 0.8, "logit_bias": {2: 1.0}}, {"temperature": 0.8, "seed": 3}, {}]
+    alone, beside = other_vocabulary(CONFIG, certain=0.0), other_vocabulary(CONFIG, certain=0.0)
+    engine = make_engine([beside], k=3)
+    for index, wish in enumerate(wishes):
+        engine.add_request(str(index), prompt_of(index, 9), params(max_tokens=60, **wish))
+    running = list(engine.scheduler.waiting)
+    for _ in range(3):
+        engine.step()
+    draft = beside.propose([DraftRequest(sequence, 3) for sequence in running])
+    assert (draft.q.ids is None, draft.q.row_of[2:].max()) == (True, -1)
+    for row, sequence in enumerate(running):
+        alone.admit(sequence, 0, 0)
+        own = alone.propose([DraftRequest(sequence, 3)])
+        assert own.tokens[0].tolist() == draft.tokens[row].tolist()
+        if row < 2:
+            assert torch.equal(own.q.over(VOCAB), draft.q.probs[draft.q.row_of[row, :3]])
+            assert (own.q.ids is not None) == (row == 0)
+
+
 def test_chains_that_end_where_the_drafter_is_unsure_keep_the_distribution():
     for certain in (0.5, 0.9):
         drafter = other_vocabulary(toy_config(3), certain=certain)

@@ -349,6 +349,5 @@ def _draft(chains: list[_Chain], batch: int, q: _DrawnFrom | None) -> Draft:
     for chain in chains:
         tokens[chain.row, : len(chain.tokens)] = chain.tokens
         num_nodes[chain.row] = len(chain.tokens)
-    return Draft.chains(
-        torch.from_numpy(tokens), torch.from_numpy(num_nodes), q=None if q is None else q.proposal(batch, width)
-    )
+    proposal = None if q is None else q.proposal(batch, width)
+    return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(num_nodes), q=proposal)
