@@ -31,9 +31,11 @@ from paceline.drafters.model.vocabulary_map import VocabularyMap
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import LayerCache, slots_of
 from paceline.models.plan import PassPlan, padded_tables
+from paceline.models.warmup import drafting
 from paceline.verify import DrawKeys, Nodes, SamplingMetadata, propose
 from paceline.verify.metadata import SamplingMetadataBuilder
 
+PREPARED = 16  # sequences; largest batch for which passes are captured beforehand on a GPU
 CATCH_UP = 512  # tokens read in one step before rows draft; a longer lag takes several steps
 DEEPEST, PASSES = 6, 2  # tokens of the longest chain; passes of a draft, about, until one has been timed
 CERTAIN = 0.3  # product of the likeliest tokens' probabilities below which a chain ends
@@ -99,7 +101,7 @@ class AnyVocabularyDrafter(HostDrafter):
     # -- bookkeeping
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
-        pass
+        self.model.prepare(self._kv.layers, BLOCK_SIZE, (), drafting(PREPARED, CATCH_UP))
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         self._states[sequence.key] = _Text(GrowingText(self.rules))
