@@ -87,7 +87,7 @@ def engines(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Worker]]
     workers: dict[str, Worker] = {}
     try:
         for name, (peer, tree, job) in jobs.items():
-            job |= {"k": None, "threads": args.threads, "max_context": args.long + 2 * DECODED}
+            job |= {"k": None, "threads": args.threads, "max_context": max(args.long, PROMPT) + 2 * DECODED}
             environment = surroundings(peer, args.threads, work / name.replace(" ", "-"), args.environments)
             if peer == OURS:
                 environment["PYTHONPATH"] = str(tree.resolve() / "src")

@@ -11,6 +11,7 @@ import random
 import sys
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,6 +28,8 @@ from paceline.drafters.tapped import likely_nodes
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
 from paceline.engine.policy.adaptive import AdaptivePolicy
+from paceline.models.load.open_model import load_model
+from paceline.native.library import library_status, load_library
 from paceline.testing import toy_config
 from tests.drafters.block.dspark_reference import knowing
 from tests.drafters.block.dspark_reference import make as make_block_drafter
@@ -620,27 +623,49 @@ REAL = (
 )
 
 
-@pytest.fixture(scope="module")
-def real_answers(smollm2):
+def real_answers_of(llm):
     requests = [
-        (0, str(i), smollm2.tokenizer.encode(text), params(max_tokens=20, **wish))
-        for i, (text, wish) in enumerate(REAL)
+        (0, str(i), llm.tokenizer.encode(text), params(max_tokens=20, **wish)) for i, (text, wish) in enumerate(REAL)
     ]
-    engine = Engine(smollm2.loaded.decoder, EngineConfig(num_blocks=64), tokenizer=smollm2.tokenizer)
+    engine = Engine(llm.loaded.decoder, EngineConfig(num_blocks=64), tokenizer=llm.tokenizer)
     return requests, answers(engine, requests)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_real_model_answers_the_same(method, smollm2, real_answers):
-    requests, expected = real_answers
+@pytest.fixture(scope="module")
+def real_answers(smollm2):
+    return real_answers_of(smollm2)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "int8"])
+def rounded(request, smollm2, smollm2_path):
+    """The model with K and V of another dtype, and its own plain answers."""
+    if load_library() is None:
+        pytest.skip(library_status())
+    loaded = load_model(smollm2_path, device="cpu", kv_dtype=request.param)
+    llm = SimpleNamespace(loaded=loaded, config=smollm2.config, tokenizer=smollm2.tokenizer)
+    return llm, real_answers_of(llm)
+
+
+def check_real(method, llm, requests, expected):
     engine = Engine(
-        smollm2.loaded.decoder,
+        llm.loaded.decoder,
         EngineConfig(num_blocks=64),
-        tokenizer=smollm2.tokenizer,
-        drafters=[make_real(method, smollm2, [[*prompt, *expected[name]] for _, name, prompt, _ in requests])],
+        tokenizer=llm.tokenizer,
+        drafters=[make_real(method, llm, [[*prompt, *expected[name]] for _, name, prompt, _ in requests])],
         policy=ByRequest({"2": DraftPlan(method, 6)}, DraftPlan(method, 3)),
     )
     sequences, _ = run(engine, requests)
     assert {name: sequence.output_tokens for name, sequence in sequences.items()} == expected
     assert exercised(sequences.values())
     assert engine.drafters.failures == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_real_model_answers_the_same(method, smollm2, real_answers):
+    check_real(method, smollm2, *real_answers)
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft-model", "dspark"])
+def test_rounded_keys_and_values_give_the_same_answers_plain_and_drafted(method, rounded):
+    llm, expected = rounded
+    check_real(method, llm, *expected)

@@ -65,21 +65,27 @@ void merge(float* into, const float* from, long dim) {
     into[dim + 1] = into[dim + 1] * a + from[dim + 1] * b;
 }
 
-// Scores to weights in place, over positions [from, to) of the split.
-void softmax(float* s, long from, long to, float* max, float* sum) {
+// The largest of a row's scores at positions [from, to) of the split; lanes beyond them are filled.
+float largest_score(float* s, long from, long to) {
     const long first = from / VL * VL, last = (to + VL - 1) / VL * VL;
     for (long i = first; i < from; i++) s[i] = -INFINITY;
     for (long i = to; i < last; i++) s[i] = -INFINITY;
     vec best = load(s + first);
     for (long i = first + VL; i < last; i += VL) best = larger(load(s + i), best);
-    *max = max_lanes(best);
+    return max_lanes(best);
+}
+
+// Scores to weights in place; returns their sum.
+float weights_of_scores(float* s, long from, long to, float largest) {
+    const long first = from / VL * VL, last = (to + VL - 1) / VL * VL;
+    const vec shift = splat(largest);
     vec total = {};
     for (long i = first; i < last; i += VL) {
-        const vec e = vexp(load(s + i) - splat(*max));
+        const vec e = vexp(load(s + i) - shift);
         store(s + i, e);
         total += e;
     }
-    *sum = sum_lanes(total);
+    return sum_lanes(total);
 }
 
 void scale_queries(const Attention& a, Tile tile, long head, float* out) {
@@ -221,22 +227,28 @@ void attend_split(Attention& a, const Part& part, const Scratch& s) {
         }
     }
 
-    for (long h = 0; h < span; h++)
-        for (long r = 0; r < tile.rows; r++)
-            for (long g = r * G; low[r] < high[r] && g < (r + 1) * G; g++) {
-                float* state = result(h) + g * stride + D;
-                if (a.softcap != 0) cap_row(scores(h) + g * SCORES + low[r], high[r] - low[r], a.softcap);
-                softmax(scores(h) + g * SCORES, low[r], high[r], state, state + 1);
-            }
+    // Row after row, so that the processor works on several rows at a time.
+    const auto each_row = [&](auto use) {
+        for (long h = 0; h < span; h++)
+            for (long r = 0; r < tile.rows; r++)
+                for (long g = r * G; low[r] < high[r] && g < (r + 1) * G; g++)
+                    use(scores(h) + g * SCORES, low[r], high[r], result(h) + g * stride + D);
+    };
+    each_row([&a](float* s, long from, long to, float* state) {
+        if (a.softcap != 0) cap_row(s + from, to - from, a.softcap);
+        state[0] = largest_score(s, from, to);
+    });
+    each_row([](float* s, long from, long to, float* state) { state[1] = weights_of_scores(s, from, to, state[0]); });
 
     const bool shared = shared_low < shared_high;
     bool before = false;
     for (long r = 0; shared && r < tile.rows; r++) before |= low[r] < shared_low;
     for (long r = 0; before && r < tile.rows; r++) own_values(r, low[r], shared_low, false);
     for (long h = 0; h < span; h++) scale_weights(h, 0, tile.rows, shared_low, shared_high, slots);
+    const long chunk = heads > FEW_ROWS ? SPLIT : CHUNK;  // many rows are bound by arithmetic: their sums stay in registers
     for (long from = shared_low, to; from < shared_high; from = to) {
-        to = from + CHUNK < shared_high ? from + CHUNK : shared_high;
-        NextRows next = rows_after(SPLIT + from, CHUNK);
+        to = from + chunk < shared_high ? from + chunk : shared_high;
+        NextRows next = rows_after(SPLIT + from, chunk);
         for (long h = 0; h < span; h++) {
             const T* rows[SPLIT];
             for (long p = from; p < to; p++) rows[p] = values[p] + h * D;

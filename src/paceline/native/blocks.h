@@ -12,6 +12,7 @@ namespace {
 
 constexpr long BLOCK = 32;  // weights along k that are unpacked together
 constexpr long WORDS = 4;   // 32-bit words of a column that hold a block's low nibbles
+constexpr long PAIRED_ROWS = 2;  // rows that take two panels at a time: the sums of one would wait for their own last addition
 
 // One struct for each kind: the file's block as `unpack_block` reads it, and the layout of its parts in a panel.
 template <int BITS_, long RAW_, bool AFFINE_, int ZERO_, long SUPER_ = BLOCK, long GROUP_ = BLOCK>
@@ -199,24 +200,31 @@ struct Scale {  // of one group, for VL columns
     vec expanded(uvec codes, vec by) const { return madd(__builtin_convertvector((ivec)codes, vec), by, offset); }
 };
 
-// Calls use(k, low, high) with the weights of one block, k after k, for both halves of the panel.
-template <class F, class Use>
-inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long block, const Use& use) {
+// Calls use(k, low, high, panel) with the weights of one block, k after k, for both halves of each of PANELS panels, which lie
+// `apart` bytes from each other.
+template <class F, int PANELS = 1, class Use>
+inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long block, const Use& use, long apart = 0) {
     constexpr long PARTS = BLOCK / F::GROUP;
     const uint8_t* words = unit + F::WORDS_AT + block * F::BLOCK_BYTES;
 #pragma GCC unroll 2
     for (long part = 0; part < PARTS; part++) {
-        const Scale<F> low(unit, block * PARTS + part, 0), high(unit, block * PARTS + part, VL);
-        const auto quad = [&](long k, uvec first, uvec second) __attribute__((always_inline)) {
-            use(k, low.template weight<0>(first), high.template weight<0>(second));
-            use(k + 1, low.template weight<1>(first), high.template weight<1>(second));
-            use(k + 2, low.template weight<2>(first), high.template weight<2>(second));
-            use(k + 3, low.template weight<3>(first), high.template weight<3>(second));
+        const long group = block * PARTS + part;
+        const Scale<F> first[2] = {{unit, group, 0}, {unit, group, VL}};
+        const uint8_t* other = unit + (PANELS - 1) * apart;
+        const Scale<F> second[2] = {{other, group, 0}, {other, group, VL}};
+        const auto quad = [&](const Scale<F>(&by)[2], long k, uvec low, uvec high, int panel) __attribute__((always_inline)) {
+            use(k, by[0].template weight<0>(low), by[1].template weight<0>(high), panel);
+            use(k + 1, by[0].template weight<1>(low), by[1].template weight<1>(high), panel);
+            use(k + 2, by[0].template weight<2>(low), by[1].template weight<2>(high), panel);
+            use(k + 3, by[0].template weight<3>(low), by[1].template weight<3>(high), panel);
         };
-        for (int i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
-            const Quads<F> first(words, 0, i), second(words, VL, i);
-            quad(8 * i, first.even, second.even), quad(8 * i + 4, first.odd, second.odd);
-        }
+        for (int i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++)
+#pragma GCC unroll 2
+            for (int panel = 0; panel < PANELS; panel++) {
+                const Quads<F> low(words + panel * apart, 0, i), high(words + panel * apart, VL, i);
+                quad(panel ? second : first, 8 * i, low.even, high.even, panel);
+                quad(panel ? second : first, 8 * i + 4, low.odd, high.odd, panel);
+            }
     }
 }
 
@@ -228,16 +236,20 @@ inline void prefetch_ahead(const uint8_t* unit, long block) {
 }
 
 // Few rows: weights are expanded in registers and used at once.
-template <int M, class F>
+template <int M, class F, int PANELS = 1>
 void block_tile(const float* x, long ldx, const uint8_t* panel, long K, Output to) {
-    Sums<M> sums(to);
+    const long apart = K / F::SUPER * F::UNIT;
+    Sums<M, PANELS> sums(to);
+    Rows<M> rows(x, ldx);
     for (long k = 0; k < K; k += BLOCK) {
         const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
         const long block = k % F::SUPER / BLOCK;
-        prefetch_ahead<F>(unit, block);
-        each_weight<F>(unit, block, [&](int i, vec low, vec high) __attribute__((always_inline)) {
-            sums.add(x + k + i, ldx, low, high);
-        });
+        for (int i = 0; i < PANELS; i++) prefetch_ahead<F>(unit + i * apart, block);
+        const auto add = [&](int i, vec low, vec high, int which) __attribute__((always_inline)) {
+            sums.add(rows, i, low, high, which);
+        };
+        each_weight<F, PANELS>(unit, block, add, apart);
+        rows.advance(BLOCK);
     }
     sums.store_to(to);
 }
@@ -245,7 +257,7 @@ void block_tile(const float* x, long ldx, const uint8_t* panel, long K, Output t
 template <class F>
 void expand_block(const uint8_t* panel, long k, float* to) {
     const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
-    each_weight<F>(unit, k % F::SUPER / BLOCK, [&](int i, vec low, vec high) __attribute__((always_inline)) {
+    each_weight<F>(unit, k % F::SUPER / BLOCK, [&](int i, vec low, vec high, int) __attribute__((always_inline)) {
         store(to + i * NT, low), store(to + i * NT + VL, high);
     });
 }
@@ -264,6 +276,7 @@ void slab_product(const float* x, long K, long rows, const uint8_t* panel, Outpu
 
 template <class F>
 void product_of_blocks(const float* x, long K, long rows, const uint8_t* panel, Output to) {
+    if (to.columns > NT) return rows == 1 ? block_tile<1, F, 2>(x, K, panel, K, to) : block_tile<2, F, 2>(x, K, panel, K, to);
     if (rows > 2 * MT) return slab_product<F>(x, K, rows, panel, to);
     in_tiles<MT>(rows, [&](auto m, long row) {
         Output part = to;
@@ -277,7 +290,7 @@ void linear_blocks(const float* x, const Product& p, float* out, long M, int thr
     const long panel_bytes = p.inputs / F::SUPER * F::UNIT;
     over_panels(p, out, M, threads, [=](long panel, long row, long rows, Output to) {
         product_of_blocks<F>(x + row * p.inputs, p.inputs, rows, (const uint8_t*)p.panels + panel * panel_bytes, to);
-    });
+    }, M > PAIRED_ROWS ? 1 : 2);
 }
 
 // Reads rows of the weight (columns of its panels), for an embedding.

@@ -82,15 +82,18 @@ struct NextRows {
     long left, bytes;  // rows; bytes of a row
     long at = 0;  // byte of the first row
     void prefetch(long more) {
-        for (; left && more > 0; more -= 64) {
-            __builtin_prefetch(*rows + at, 0, 2);
-            if ((at += 64) >= bytes) rows++, left--, at = 0;
+        while (left && more > 0) {
+            const long end = bytes - at < more ? bytes : at + more;
+            more -= end - at;
+            for (; at < end; at += 64) __builtin_prefetch(*rows + at, 0, 2);
+            if (at >= bytes) rows++, left--, at = 0;
         }
     }
-    // Prefetches BYTES in each step k, at least a line at a time.
+    // Prefetches BYTES for each step k, some steps at once.
     template <long BYTES>
     void prefetch_step(long k) {
-        if (BYTES >= 64 || k % (64 / BYTES) == 0) prefetch(BYTES);
+        constexpr long STEPS = BYTES < 256 ? 256 / BYTES : 1;
+        if (k % STEPS == 0) prefetch(STEPS * BYTES);
     }
 };
 

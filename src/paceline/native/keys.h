@@ -13,45 +13,64 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int FEW_ROWS = 12;  // rows whose sums fit the registers beside VL transposed vectors
+constexpr int FEW_ROWS = 12, SHARED_ROWS = 6;  // rows whose sums fit the registers beside VL, or NT, transposed keys
 #else
-constexpr int FEW_ROWS = 6;
+constexpr int FEW_ROWS = 6, SHARED_ROWS = 0;
 #endif
 
-// Calls use(k, number k of VL keys) for k = 0, 1, 2, ...
-template <class T, class Use>
+// Calls use(k, numbers k of VECTORS * VL keys) for k = 0, 1, 2, ...
+template <int VECTORS = 1, class T, class Use>
 inline __attribute__((always_inline)) void over_numbers(const T* const* keys, long dim, const Use& use) {
     constexpr long STEP = 4 * PER_WORD<T>;
     long k = 0;
     for (; k + STEP <= dim; k += STEP) {
-        vec words[4];
-        load_words((const void* const*)keys, k * sizeof(T), words);
+        vec words[VECTORS][4];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) load_words((const void* const*)(keys + v * VL), k * sizeof(T), words[v]);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
 #pragma GCC unroll 4
-            for (int at = 0; at < PER_WORD<T>; at++) use(k + i * PER_WORD<T> + at, number_of_word(words[i], at, T{}));
+            for (int at = 0; at < PER_WORD<T>; at++) {
+                vec numbers[VECTORS];
+#pragma GCC unroll 2
+                for (int v = 0; v < VECTORS; v++) numbers[v] = number_of_word(words[v][i], at, T{});
+                use(k + i * PER_WORD<T> + at, numbers);
+            }
         }
     }
     for (; k < dim; k++) {
-        float lanes[VL];
-        for (int i = 0; i < VL; i++) lanes[i] = number(keys[i][k]);
-        use(k, load(lanes));
+        vec numbers[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) {
+            float lanes[VL];
+            for (int i = 0; i < VL; i++) lanes[i] = number(keys[v * VL + i][k]);
+            numbers[v] = load(lanes);
+        }
+        use(k, numbers);
     }
 }
 
-// Scores of M rows against VL keys.
-template <int M, class T>
+// Scores of M rows against VECTORS * VL keys; more than one vector of keys shares the reads of a query.
+template <int M, int VECTORS, class T>
 void score_tile(const float* q, long dim, const T* const* keys, float* out, long stride, NextRows* next) {
-    vec acc[M];
+    vec acc[M][VECTORS];
 #pragma GCC unroll 16
-    for (int m = 0; m < M; m++) acc[m] = vec{};
-    over_numbers(keys, dim, [&](long k, vec key) __attribute__((always_inline)) {
-        if (next && k % (4 * PER_WORD<T>) == 0) next->prefetch(VL * 16);
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) acc[m][v] = vec{};
+    over_numbers<VECTORS>(keys, dim, [&](long k, const vec(&key)[VECTORS]) __attribute__((always_inline)) {
+        if (next && k % (4 * PER_WORD<T>) == 0) next->prefetch(VECTORS * VL * 16);
 #pragma GCC unroll 16
-        for (int m = 0; m < M; m++) acc[m] = madd(splat(q[m * dim + k]), key, acc[m]);
+        for (int m = 0; m < M; m++) {
+            const vec x = splat(q[m * dim + k]);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) acc[m][v] = madd(x, key[v], acc[m][v]);
+        }
     });
 #pragma GCC unroll 16
-    for (int m = 0; m < M; m++) store(out + m * stride, acc[m]);
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) store(out + m * stride + v * VL, acc[m][v]);
 }
 
 template <class T>
@@ -73,11 +92,15 @@ void score_keys(const float* q, long rows, long dim, const T* const* keys, const
                 long stride, NextRows* next) {
     if (rows <= FEW_ROWS) {
         in_tiles<FEW_ROWS>(rows, [&](auto m, long) {
-            for (long j = 0; j < NT; j += VL) score_tile<m.ROWS>(q, dim, keys + j, out + j, stride, next);
+            constexpr int VECTORS = m.ROWS <= SHARED_ROWS ? NT / VL : 1;
+            for (long j = 0; j < NT; j += VECTORS * VL)
+                score_tile<m.ROWS, VECTORS>(q, dim, keys + j, out + j, stride, next);
         });
     } else {
         for (long j = 0; j < NT; j += VL)
-            over_numbers(keys + j, dim, [&](long k, vec key) __attribute__((always_inline)) { store(panel + k * NT + j, key); });
+            over_numbers(keys + j, dim, [&](long k, const vec(&key)[1]) __attribute__((always_inline)) {
+                store(panel + k * NT + j, key[0]);
+            });
         product(q, dim, rows, Panel<T>{panel, next}, 0, dim, {out, stride, NT, nullptr, 0});
     }
     if constexpr (std::is_same_v<T, int8_t>)

@@ -57,55 +57,79 @@ struct Slab {  // weights expanded into L2
 
 struct Output {
     float* out;
-    long stride, columns;  // columns <= NT of them are real
+    long stride, columns;  // columns of the panel, or of several, that are real
     const float* start;    // initial sums (a bias, or `out` to resume); null: zero
     long start_stride;
 };
 
+// M rows of floats at an equal distance. Three rows share an address register: with one for each row, GCC keeps some of them in
+// vector registers, and to read them takes the ports of multiply-adds.
 template <int M>
-struct Sums {  // of M rows and a panel's columns; every loop over `acc` is unrolled, or it would live in memory
-    vec acc[M][2];
+struct Rows {
+    static constexpr int BASES = (M + 2) / 3;
+    const float* bases[BASES];
+    long apart;
+    Rows(const float* x, long ldx) : apart(ldx) {
+#pragma GCC unroll 4
+        for (int i = 0; i < BASES; i++) bases[i] = x + 3 * i * ldx;
+    }
+    const float& at(int row, long i) const { return bases[row / 3][row % 3 * apart + i]; }
+    inline __attribute__((always_inline)) void advance(long by) {
+#pragma GCC unroll 4
+        for (int i = 0; i < BASES; i++) {
+            bases[i] += by;
+            asm volatile("" : "+r"(bases[i]));  // or GCC would derive a register for each row
+        }
+    }
+};
+
+template <int M, int PANELS = 1>
+struct Sums {  // of M rows and the columns of neighbouring panels; every loop over `acc` is unrolled, or it would live in memory
+    static constexpr int VECTORS = 2 * PANELS;
+    vec acc[M][VECTORS];
     explicit Sums(const Output& to) {
-        if (to.start && to.columns == NT) {
 #pragma GCC unroll 16
-            for (int m = 0; m < M; m++) {
-                acc[m][0] = load(to.start + m * to.start_stride);
-                acc[m][1] = load(to.start + m * to.start_stride + VL);
-            }
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) acc[m][v] = vec{};
+        if (!to.start) return;
+        if (to.columns == VECTORS * VL) {
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) acc[m][v] = load(to.start + m * to.start_stride + v * VL);
             return;
         }
 #pragma GCC unroll 16
-        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vec{};
-        if (!to.start) return;
-#pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-            float s[NT] = {};
+            float s[VECTORS * VL] = {};
             memcpy(s, to.start + m * to.start_stride, to.columns * sizeof(float));
-            acc[m][0] = load(s), acc[m][1] = load(s + VL);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) acc[m][v] = load(s + v * VL);
         }
     }
-    // Adds column k of the rows, at x, times the panel's weights at k.
-    inline __attribute__((always_inline)) void add(const float* x, long ldx, vec low, vec high) {
+    // Adds column i of the rows times a panel's weights at i.
+    inline __attribute__((always_inline)) void add(const Rows<M>& x, long i, vec low, vec high, int panel = 0) {
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-            const vec a = splat(x[m * ldx]);
-            acc[m][0] = madd(a, low, acc[m][0]);
-            acc[m][1] = madd(a, high, acc[m][1]);
+            const vec a = splat(x.at(m, i));
+            acc[m][2 * panel] = madd(a, low, acc[m][2 * panel]);
+            acc[m][2 * panel + 1] = madd(a, high, acc[m][2 * panel + 1]);
         }
     }
     void store_to(const Output& to) const {
-        if (to.columns == NT) {
+        if (to.columns == VECTORS * VL) {
 #pragma GCC unroll 16
-            for (int m = 0; m < M; m++) {
-                store(to.out + m * to.stride, acc[m][0]);
-                store(to.out + m * to.stride + VL, acc[m][1]);
-            }
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) store(to.out + m * to.stride + v * VL, acc[m][v]);
             return;
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-            float s[NT];
-            store(s, acc[m][0]), store(s + VL, acc[m][1]);
+            float s[VECTORS * VL];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) store(s + v * VL, acc[m][v]);
             memcpy(to.out + m * to.stride, s, to.columns * sizeof(float));
         }
     }
@@ -114,9 +138,11 @@ struct Sums {  // of M rows and a panel's columns; every loop over `acc` is unro
 template <int M, class W>
 void product_tile(const float* x, long ldx, W w, long k0, long k1, Output to) {
     Sums<M> sums(to);
+    Rows<M> rows(x + k0, ldx);
     for (long k = k0; k < k1; k++) {
         w.template prefetch<M>(k);
-        sums.add(x + k, ldx, w.low(k), w.high(k));
+        sums.add(rows, 0, w.low(k), w.high(k));
+        rows.advance(1);
     }
     sums.store_to(to);
 }
@@ -174,10 +200,10 @@ inline long claim_size(long items, int threads) {
     return best;
 }
 
-// Calls body(panel, first row, rows, their outputs) once for every panel and chunk of rows.
+// Calls body(first panel, first row, rows, their outputs) once for every `together` neighbouring panels and chunk of rows.
 template <class F>
-void over_panels(const Product& product, float* out, long M, int threads, const F& body) {
-    const long K = product.inputs, N = product.outputs, num_panels = (N + NT - 1) / NT;
+void over_panels(const Product& product, float* out, long M, int threads, const F& body, long together = 1) {
+    const long K = product.inputs, N = product.outputs, width = together * NT, num_panels = (N + width - 1) / width;
     // Many rows at once, which share an expansion of blocks, unless that leaves too little to share among many cores.
     const long chunk = (num_panels < 8 * threads ? 10 : 40) * MT, num_chunks = (M + chunk - 1) / chunk;
     const long stride = product.stride;
@@ -185,9 +211,9 @@ void over_panels(const Product& product, float* out, long M, int threads, const 
     if (M * K * N < SERIAL) threads = 1;
     auto compute = [=, &body](long item) {
         const long p = item / num_chunks, row = item % num_chunks * chunk;
-        const long columns = N - p * NT < NT ? N - p * NT : NT;
-        const Output to{out + row * stride + p * NT, stride, columns, bias ? bias + p * NT : nullptr, 0};
-        body(p, row, M - row < chunk ? M - row : chunk, to);
+        const long columns = N - p * width < width ? N - p * width : width;
+        const Output to{out + row * stride + p * width, stride, columns, bias ? bias + p * width : nullptr, 0};
+        body(p * together, row, M - row < chunk ? M - row : chunk, to);
     };
     // One claim takes neighbouring panels: the prefetch at a panel's end is then for the thread's own next panel.
     const long items = num_panels * num_chunks, run = claim_size(items, threads);

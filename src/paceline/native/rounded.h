@@ -12,13 +12,16 @@
 
 namespace {
 
-// Rows of a tile. Up to BOTH_HALVES rows the registers hold the sums of a panel's two halves beside the dots of one.
-#if defined(__AVX512F__)
-constexpr int RT = 8, BOTH_HALVES = 8;
+// RT: rows of a tile. Up to BOTH_HALVES rows the registers hold the sums of a panel's two halves; up to SHARING rows they hold
+// the dots of both, too, so that a row's bytes are read once for both.
+#if defined(__AVX512VNNI__)
+constexpr int RT = 6, BOTH_HALVES = 6, SHARING = 6;
+#elif defined(__AVX512F__)
+constexpr int RT = 8, BOTH_HALVES = 8, SHARING = 0;
 #elif defined(__AVX2__)
-constexpr int RT = 6, BOTH_HALVES = 4;
+constexpr int RT = 6, BOTH_HALVES = 4, SHARING = 0;
 #else
-constexpr int RT = 4, BOTH_HALVES = 4;
+constexpr int RT = 4, BOTH_HALVES = 4, SHARING = 0;
 #endif
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool SIGNED = true;  // a Dot takes codes of 8 bits less their ZERO, 128
@@ -33,15 +36,14 @@ inline ivec four_bytes(const int8_t* at) {
     return ivec{} + four;
 }
 
-// Each lane's dot product of unsigned codes of BITS bits and signed bytes, quad after quad: four codes of each lane times the
-// four bytes at `x`, which all lanes share.
+// Each lane's dot product of unsigned codes of BITS bits and signed bytes, quad after quad: four codes of each lane times
+// four bytes, which all lanes share.
 #if defined(__AVX512VNNI__)
 template <int BITS>
 struct Dot {
     ivec total;
-    void add(long, uvec codes, const int8_t* x) {
-        // Inline, since GCC would load the four bytes into a register first, and there is none to spare.
-        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(codes), "m"(*(const int8_t(*)[4])x));
+    void add(long, uvec codes, ivec bytes) {
+        total = (ivec)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)bytes);
     }
 };
 #elif defined(__AVX512F__)
@@ -49,13 +51,12 @@ template <int BITS>
 struct Dot {
     ivec total;
     // Pairs are summed in 16 bits, which hold two products of 7 bits by 8; an eighth bit is multiplied separately.
-    void add(long, uvec codes, const int8_t* x) {
-        const __m512i bytes = (__m512i)four_bytes(x);
+    void add(long, uvec codes, ivec bytes) {
         if (BITS == 8) add_pairs(codes & 0x80808080u, bytes);
         add_pairs(BITS == 8 ? codes & 0x7f7f7f7fu : codes, bytes);
     }
-    void add_pairs(uvec codes, __m512i bytes) {
-        total += (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)codes, bytes), _mm512_set1_epi16(1));
+    void add_pairs(uvec codes, ivec bytes) {
+        total += (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)codes, (__m512i)bytes), _mm512_set1_epi16(1));
     }
 };
 #elif defined(__AVX2__)
@@ -65,8 +66,8 @@ struct Dot {
     static constexpr long SUMMED = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
     ivec total;
     __m256i pairs;
-    void add(long quad, uvec codes, const int8_t* x) {
-        __m256i weights = (__m256i)codes, bytes = (__m256i)four_bytes(x);
+    void add(long quad, uvec codes, ivec shared) {
+        __m256i weights = (__m256i)codes, bytes = (__m256i)shared;
         if (BITS == 8) {  // less 128 it is a sign and 7 bits
             weights = (__m256i)(codes ^ 0x80808080u);
             bytes = _mm256_sign_epi8(bytes, weights), weights = _mm256_abs_epi8(weights);
@@ -83,8 +84,8 @@ struct Dot {
 template <int BITS>
 struct Dot {
     ivec total;
-    void add(long, uvec codes, const int8_t* x) {
-        const __m128i c = (__m128i)codes, s = (__m128i)four_bytes(x);
+    void add(long, uvec codes, ivec bytes) {
+        const __m128i c = (__m128i)codes, s = (__m128i)bytes;
         total += (ivec)_mm_madd_epi16(_mm_and_si128(c, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(s, 8), 8));
         total += (ivec)_mm_madd_epi16(_mm_srli_epi16(c, 8), _mm_srai_epi16(s, 8));
     }
@@ -93,8 +94,7 @@ struct Dot {
 template <int BITS>
 struct Dot {
     ivec total;
-    void add(long, uvec codes, const int8_t* x) {
-        const ivec bytes = four_bytes(x);
+    void add(long, uvec codes, ivec bytes) {
         for (int b = 0; b < 4; b++) total += (ivec)(codes >> 8 * b & 255u) * (bytes << (24 - 8 * b) >> 24);
     }
 };
@@ -146,35 +146,49 @@ struct Rounded {  // the rows of a product: block after block, in each its rows
     RoundedBlock* at(long block, long row) const { return (RoundedBlock*)(blocks + block * stride) + row; }
 };
 
-// Adds one group of a block's weights, for VL columns of a panel from `column` on.
-template <int M, class F>
+// Adds one group of a block's weights, for `HALVES` halves of a panel from `column` on: both of them share a row's bytes.
+template <int M, int HALVES, class F>
 inline __attribute__((always_inline)) void add_group(const RoundedBlock* rows, const uint8_t* unit, long block, long part,
                                                      long column, vec (&sums)[M][2]) {
     constexpr long PARTS = BLOCK / F::GROUP;
     constexpr bool STARTS = F::ZERO && !(SIGNED && F::BITS == 8);
-    asm volatile("" : "+r"(rows));  // read anew for each half: GCC would keep all of it, and spill sums for it
-    Dot<F::BITS> dots[M];
+    if (HALVES == 1) asm volatile("" : "+r"(rows));  // read anew for each half: GCC would keep all of it, and spill sums for it
+    Dot<F::BITS> dots[M][HALVES];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) dots[m].total = STARTS ? ivec{} + rows[m].starts[part] : ivec{};
-#pragma GCC unroll 4
-    for (long i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
-        const Quads<F> quads(unit + F::WORDS_AT + block * F::BLOCK_BYTES, column, i);
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) dots[m][h].total = STARTS ? ivec{} + rows[m].starts[part] : ivec{};
+    const uint8_t* words = unit + F::WORDS_AT + block * F::BLOCK_BYTES;
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) dots[m].add(2 * i, quads.even, rows[m].codes + 8 * i);
+    for (long quad = part * 2 * WORDS / PARTS; quad < (part + 1) * 2 * WORDS / PARTS; quad++) {
+        uvec codes[HALVES];
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) {
+            const Quads<F> quads(words, column + h * VL, quad / 2);
+            codes[h] = quad % 2 ? quads.odd : quads.even;
+        }
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) dots[m].add(2 * i + 1, quads.odd, rows[m].codes + 8 * i + 4);
+        for (int m = 0; m < M; m++) {
+            const ivec bytes = four_bytes(rows[m].codes + 4 * quad);
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) dots[m][h].add(quad, codes[h], bytes);
+        }
     }
-    const Scale<F> weights(unit, block * PARTS + part, column);
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; h++) {
+        const Scale<F> weights(unit, block * PARTS + part, column + h * VL);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-        vec& sum = sums[m][column / VL];
-        sum = sum + __builtin_convertvector(dots[m].total, vec) * (weights.scale * splat(rows[m].scale));
-        if (F::AFFINE) sum = sum + weights.offset * splat(rows[m].scaled_sum);
+        for (int m = 0; m < M; m++) {
+            vec& sum = sums[m][column / VL + h];
+            sum = sum + __builtin_convertvector(dots[m][h].total, vec) * (weights.scale * splat(rows[m].scale));
+            if (F::AFFINE) sum = sum + weights.offset * splat(rows[m].scaled_sum);
+        }
     }
 }
 
 template <int M, class F>
 void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool first, const Output& to) {
+    constexpr int HALVES = M > SHARING ? 1 : 2;
     constexpr long COLUMNS = M > BOTH_HALVES ? VL : NT;  // columns of the panel in one run over k
     Sums<M> sums(to);
 #pragma GCC unroll 2
@@ -186,8 +200,8 @@ void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool
 #pragma GCC unroll 2
             for (long part = 0; part < BLOCK / F::GROUP; part++)
 #pragma GCC unroll 2
-                for (long column = from; column < from + COLUMNS; column += VL)
-                    add_group<M, F>(x.at(k / BLOCK, row), unit, block, part, column, sums.acc);
+                for (long column = from; column < from + COLUMNS; column += HALVES * VL)
+                    add_group<M, HALVES, F>(x.at(k / BLOCK, row), unit, block, part, column, sums.acc);
         }
     }
     sums.store_to(to);
