@@ -12,7 +12,6 @@ namespace {
 
 constexpr long BLOCK = 32;  // weights along k that are unpacked together
 constexpr long WORDS = 4;   // 32-bit words of a column that hold a block's low nibbles
-constexpr long PAIRED_ROWS = 2;  // rows that take two panels at a time: the sums of one would wait for their own last addition
 
 // One struct for each kind: the file's block as `unpack_block` reads it, and the layout of its parts in a panel.
 template <int BITS_, long RAW_, bool AFFINE_, int ZERO_, long SUPER_ = BLOCK, long GROUP_ = BLOCK>
@@ -244,7 +243,8 @@ void block_tile(const float* x, long ldx, const uint8_t* panel, long K, Output t
     for (long k = 0; k < K; k += BLOCK) {
         const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
         const long block = k % F::SUPER / BLOCK;
-        for (int i = 0; i < PANELS; i++) prefetch_ahead<F>(unit + i * apart, block);
+        const bool ends = k * F::UNIT / F::SUPER + PREFETCH_BYTES >= apart;  // the next panels' beginning is what comes then
+        for (int i = 0; i < PANELS; i++) prefetch_ahead<F>(unit + (ends ? i + PANELS - 1 : i) * apart, block);
         const auto add = [&](int i, vec low, vec high, int which) __attribute__((always_inline)) {
             sums.add(rows, i, low, high, which);
         };
@@ -276,7 +276,7 @@ void slab_product(const float* x, long K, long rows, const uint8_t* panel, Outpu
 
 template <class F>
 void product_of_blocks(const float* x, long K, long rows, const uint8_t* panel, Output to) {
-    if (to.columns > NT) return rows == 1 ? block_tile<1, F, 2>(x, K, panel, K, to) : block_tile<2, F, 2>(x, K, panel, K, to);
+    if (to.columns > NT) return block_tile<1, F, 2>(x, K, panel, K, to);
     if (rows > 2 * MT) return slab_product<F>(x, K, rows, panel, to);
     in_tiles<MT>(rows, [&](auto m, long row) {
         Output part = to;
@@ -290,7 +290,7 @@ void linear_blocks(const float* x, const Product& p, float* out, long M, int thr
     const long panel_bytes = p.inputs / F::SUPER * F::UNIT;
     over_panels(p, out, M, threads, [=](long panel, long row, long rows, Output to) {
         product_of_blocks<F>(x + row * p.inputs, p.inputs, rows, (const uint8_t*)p.panels + panel * panel_bytes, to);
-    }, M > PAIRED_ROWS ? 1 : 2);
+    }, M == 1 ? 2 : 1);  // one row takes two panels at a time: the sums of one would wait for their own last addition
 }
 
 // Reads rows of the weight (columns of its panels), for an embedding.
