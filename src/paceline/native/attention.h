@@ -65,7 +65,7 @@ void merge(float* into, const float* from, long dim) {
     into[dim + 1] = into[dim + 1] * a + from[dim + 1] * b;
 }
 
-// The largest of a row's scores at positions [from, to) of the split; lanes beyond them are filled.
+// Returns the largest of a row's scores at positions [from, to) of the split; fills the lanes beside them.
 float largest_score(float* s, long from, long to) {
     const long first = from / VL * VL, last = (to + VL - 1) / VL * VL;
     for (long i = first; i < from; i++) s[i] = -INFINITY;
@@ -75,7 +75,7 @@ float largest_score(float* s, long from, long to) {
     return max_lanes(best);
 }
 
-// Scores to weights in place; returns their sum.
+// Turns scores into weights in place; returns their sum.
 float weights_of_scores(float* s, long from, long to, float largest) {
     const long first = from / VL * VL, last = (to + VL - 1) / VL * VL;
     const vec shift = splat(largest);
