@@ -137,6 +137,7 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
         kernels=decoder.kernels,
         extra=loaded.extra,
         checkpoint=next(iter(trained_folders(loaded, speculation)), None),
+        target=decoder,
     )
 
 

@@ -27,6 +27,7 @@ from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.lookup.forced_tokens import GrammarDrafter
 from paceline.drafters.model.any_vocabulary import AnyVocabularyDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.model.layer_skip import SkipDrafter
 from paceline.drafters.model.private_kv import PrivateKV
 from paceline.drafters.model.retokenize import Retokenizer
 from paceline.drafters.model.token_bytes import TokenBytes
@@ -420,6 +421,8 @@ MAKERS = {
     "suffix": lambda config: METHODS["suffix"].make(context_for(config)),
     "grammar": lambda config: GrammarDrafter(context_for(config), functools.partial(imitated, config.vocab_size)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
+    # It reads the target's own K/V, and writes those of drafted tokens into the first of two layers.
+    "skip": lambda config: SkipDrafter(lambda kept: FunctionModel(imitating, config), (0,)),
     TAPPED: lambda config: PairDrafter(config.vocab_size),
     TAUGHT: lambda config: TaughtDrafter(config.vocab_size),
     "medusa": lambda config: MedusaDrafter(medusa_heads(config.vocab_size), config.vocab_size),

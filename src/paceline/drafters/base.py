@@ -32,6 +32,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.verdict import UnreadVerdict
 from paceline.drafters.hidden_states import PromptChunk, TapRing
 from paceline.drafters.method_names import matches_method
+from paceline.models.decoder import Model
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.spec import ModelConfig
@@ -76,6 +77,7 @@ class DrafterContext:
     kernels: Kernels | None = None
     extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
     checkpoint: Path | None = None  # folder of the trained drafter
+    target: Model | None = None  # the target itself, whose layers a drafter may run
 
 
 class Drafter(Protocol):
@@ -84,6 +86,9 @@ class Drafter(Protocol):
     on_device: bool  # True: a `DeviceDrafter`, which launches and never waits
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
+    reads_kv: (
+        bool  # reads the target's own K/V of committed tokens; may write slots reserved for its drafts, in any layer
+    )
     shifted_kv: bool  # K/V are of (hidden state of t, token t + 1), in slot t + 1; False: of position t, in slot t
     scratch_slots: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
     depth: int  # bound of every draft; a tree of many nodes fits where few tokens are left, if it is not deep
@@ -95,6 +100,9 @@ class Drafter(Protocol):
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers of `kv_layers`; called once, before anything else."""
+
+    def bind_target(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        """Receive the target's cache layers; called behind `bind`, for drafters with `reads_kv`."""
 
     def propose(self, rows: SequenceOf[DraftRequest]) -> Draft:
         """Return one draft row for each of `rows`, in order, of at most `max_nodes` nodes; any may be empty."""
@@ -149,7 +157,7 @@ class DeviceDrafter(Drafter, Protocol):
 
 class DrafterDefaults:
     version = "1"
-    on_device = shifted_kv = trees = False
+    on_device = shifted_kv = trees = reads_kv = False
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
     scratch_slots = pass_bytes = feedback = 0
@@ -157,6 +165,9 @@ class DrafterDefaults:
     shared_mass: float | None = None
 
     def on_feedback(self, feedback: Feedback) -> None:
+        pass
+
+    def bind_target(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass
 
     def close(self) -> None:

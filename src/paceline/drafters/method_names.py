@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.config import AUTO, NONE, SpeculationConfig
-from paceline.drafters.methods import DRAFT_MODEL, METHODS, MTP, NGRAM, SUFFIX, Method, config_of, methods_of
+from paceline.drafters.methods import DRAFT_MODEL, METHODS, MTP, NGRAM, SKIP, SUFFIX, Method, config_of, methods_of
 from paceline.errors import InvalidParameter, short_repr
 
 # Names that users of other engines may try for methods of this package, and methods that it does not have.
@@ -16,9 +16,10 @@ OTHER_NAMES = {
     **dict.fromkeys(("prompt-lookup", "prompt-lookup-decoding", "pld", "lookup", "[ngram]", "n-gram"), NGRAM),
     **dict.fromkeys(("suffix-decoding", "suffix-tree", "arctic"), SUFFIX),
     **dict.fromkeys(("deepseek-mtp", "mimo-mtp", "nextn", "multi-token-prediction"), MTP),
+    **dict.fromkeys(("layerskip", "layer-skip", "self-speculative", "swift", "knapspec"), SKIP),
     **dict.fromkeys(("draft", "speculative", "assisted", "assistant", "standalone"), DRAFT_MODEL),
 }
-ELSEWHERE = ("hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
+ELSEWHERE = ("hydra", "mlp-speculator", "lookahead")
 SEPARATOR = ":"  # between the name of a method and that of one of its drafters
 
 
@@ -75,6 +76,8 @@ def drafter_specs(
         return []
     sources: list[tuple[Method, str | Path | None]] = []
     for method in METHODS.values():
+        if method.only_by_name and speculation.method != method.name:
+            continue
         if not method.needs:
             sources.append((method, None))
         elif "draft_model" in method.needs:

@@ -22,6 +22,7 @@ NGRAM = "ngram"
 SUFFIX = "suffix"
 GRAMMAR = "grammar"
 DRAFT_MODEL = "draft-model"
+SKIP = "skip"
 MEDUSA = "medusa"
 DSPARK = "dspark"
 DFLASH = "dflash"
@@ -81,6 +82,7 @@ class Method(NamedTuple):
     recognise: Callable[[Mapping[str, Any]], bool] | None = None  # a drafter's config.json is of this method
     export: Callable[..., None] | None = None  # writes a folder for other engines; None: they read it as it is
     structured: bool = False  # it drafts for requests with structured outputs alone
+    only_by_name: bool = False  # a drafter is made only where the engine's method names it
 
 
 def _made_by(module: str, maker: str, *more: Any) -> Callable[..., Any]:
@@ -119,6 +121,7 @@ METHODS: Mapping[str, Method] = {
             needs=("draft_model",),
             vllm="draft_model",
         ),
+        Method(SKIP, _made_by("model.layer_skip", "SkipDrafter.from_context"), ("skip_ratio",), only_by_name=True),
         _trained(MEDUSA, "heads", _made_by("heads.medusa", "MedusaDrafter.from_context"), medusa_drafter),
         _trained(DSPARK, "block", _made_by("block.drafter", "DSparkDrafter.from_context", DSPARK), block_drafter),
         _trained(DFLASH, "block", _made_by("block.drafter", "DSparkDrafter.from_context", DFLASH), block_drafter),

@@ -115,10 +115,13 @@ class DrafterSet:
     def bind(self, cache: KVCache, first_layer: int) -> None:
         """Hand every drafter its layers, which follow the target's, and its taps."""
         self._on_cuda = bool(cache.layers) and cache.layers[0].k.is_cuda
+        target_layers = cache.layers[:first_layer]
         for drafter in self.drafters:
             last = first_layer + len(drafter.kv_layers)
             drafter.bind(cache.layers[first_layer:last], cache.block_size)
             first_layer = last
+            if drafter.reads_kv:
+                drafter.bind_target(target_layers, cache.block_size)
         for tapped in self._devices:
             if tapped.taps:
                 tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])

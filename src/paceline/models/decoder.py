@@ -6,8 +6,9 @@ and so are gate and up: at one row the time of a pass is the time to read the we
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -151,6 +152,17 @@ class Decoder:
         if isinstance(kernels, NativeKernels) and in_rows:
             self._native = NativePass(kernels, rows, self.final_norm, self.head, config)
 
+    def with_layers(self, kept: Sequence[int]) -> Decoder:
+        """Return the decoder with some of its layers alone, which share their weights."""
+        part = copy.copy(self)
+        part.config = replace(self.config, layers=tuple(self.config.layers[layer] for layer in kept))
+        part.layers = [self.layers[layer] for layer in kept]
+        part.kv_specs = tuple(self.kv_specs[layer] for layer in kept)
+        part.pass_bytes = sum([product.nbytes for layer in part.layers for product in layer.products], self.head.nbytes)
+        part._shape, part._stack = None, (None, None)
+        part.graphs = PassGraphs(part) if self.kernels.captures else None
+        return part
+
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
@@ -246,6 +258,10 @@ class Decoder:
         if out_taps is not None and FINAL in taps:
             out_taps[:, taps.index(FINAL)].copy_(final)
         return ModelOutput(self.logits(final if logit_rows is None else final[logit_rows], out), out_taps)
+
+    def read(self, residual: Tensor) -> Tensor:
+        """Return logits (M, V) of the residual stream (M, H) behind the last layer."""
+        return self.logits(self._norm(None, residual))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits (M, V) of hidden states (M, H) behind the last norm."""
