@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.method_names import DrafterSpec, drafter_specs
-from paceline.drafters.methods import DRAFTER, METHODS, MTP, accepts_folder, needs_one
+from paceline.drafters.methods import DRAFTER, METHODS, accepts_folder, needs_one
 from paceline.drafters.mtp.layouts import is_head_tensor
 from paceline.drafters.packaged import packaged_for
 from paceline.drafters.universal import is_lookup, universal_drafters
@@ -149,9 +149,9 @@ def trained_folders(loaded: LoadedModel, speculation: SpeculationConfig) -> list
         packaged = packaged_for(loaded.config, loaded.decoder.embedding)
         if packaged is not None and accepts_folder(method, packaged):
             return [packaged]
-        if needed and not (method == MTP and loaded.extra):
+        if needed and not (METHODS[method].native and loaded.extra):
             raise InvalidParameter(
-                DRAFTER, f"{needs_one(method)} (none of this method comes with the package for this model)"
+                DRAFTER, f"{needs_one(method)} (none comes with the package or in the checkpoint for this model)"
             )
     return [resolve(name) for name in speculation.drafter if name != NONE]
 

@@ -82,6 +82,7 @@ class Method(NamedTuple):
     recognise: Callable[[Mapping[str, Any]], bool] | None = None  # a drafter's config.json is of this method
     export: Callable[..., None] | None = None  # writes a folder for other engines; None: they read it as it is
     structured: bool = False  # it drafts for requests with structured outputs alone
+    native: bool = False  # a model's own checkpoint may hold its drafter
     only_by_name: bool = False  # a drafter is made only where the engine's method names it
 
 
@@ -129,7 +130,7 @@ METHODS: Mapping[str, Method] = {
         _trained(EAGLE, "eagle", _made_by("eagle.drafter", "EagleDrafter.from_context", EAGLE), eagle_drafter)._replace(
             export=None
         ),
-        _trained(MTP, "mtp", _made_by("mtp.drafter", "from_context"), mtp_drafter)._replace(export=None),
+        _trained(MTP, "mtp", _made_by("mtp.drafter", "from_context"), mtp_drafter)._replace(export=None, native=True),
     )
 }
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))

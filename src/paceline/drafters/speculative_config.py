@@ -60,7 +60,7 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
             raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
     for need in METHODS[method].needs if method in METHODS else ():
         setting = getattr(speculation, need)
-        if setting == (NONE,) or not (setting or is_packaged(method)):
+        if setting == (NONE,) or not (setting or is_packaged(method) or METHODS[method].native):
             raise InvalidParameter(need, needs_one(method, need))
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline import LLM, SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.eagle.config import shapes
@@ -21,10 +22,12 @@ from paceline.drafters.mtp.checkpoint import read, read_native, write
 from paceline.drafters.mtp.layouts import LAYOUTS, MIMO, is_head_tensor
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.decoder import FINAL
+from paceline.models.load.loader import load_config
 from paceline.models.weights import StoredWeight
 from tests.cuda.test_cuda import CONFIG
 from tests.drafters.eagle.eagles import config_for, random_tensors
 from tests.drafters.overfit import CPU, tiny_decoder
+from tests.helpers.tiny import save_tiny
 
 # Names of MiMo-7B's published checkpoint.
 PUBLISHED = {
@@ -113,6 +116,27 @@ def test_what_lacks_its_heads_is_refused_by_name(tmp_path):
     with pytest.raises(InvalidParameter) as refusal:
         read(tmp_path, replace(CONFIG, hidden_size=2 * CONFIG.hidden_size))
     assert refusal.value.field == "drafter"
+
+
+def test_a_model_with_its_own_head_drafts_by_it_and_answers_the_same(tmp_path):
+    save_tiny("qwen2", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    target = load_config(tmp_path)
+    config, _ = head(normed_feature=False)
+    heads = random_tensors(replace(config, body=target.of_depth(1)))
+    stored = load_file(tmp_path / "model.safetensors")
+    stored |= {MIMO.stored_name(name): tensor for name, tensor in heads.items()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    wanted = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    answers = []
+    for method in ("none", "mtp"):
+        with LLM(str(tmp_path), method=method, k=3 if method == "mtp" else None) as llm:
+            (request,) = llm.generate([{"prompt_token_ids": list(range(3, 20))}], SamplingParams(**wanted))
+            answers.append(request.outputs[0])
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[1].speculation.num_draft_tokens > 0
 
 
 def test_names_of_other_engines_lead_to_the_method():

@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5: biases of q, k and v; sliding windows in the upper layers, if any."""
+"""Qwen 2 and 2.5: biases of q, k and v; sliding windows in the upper layers, if any. MiMo-7B has these
+layers, and a head for multi-token prediction that drafts (drafters/mtp)."""
 
 from __future__ import annotations
 
@@ -27,4 +28,10 @@ def windowed(fields: JsonFields, model: ModelConfig) -> ModelConfig:
     return hf.with_windows(fields, model, slides, window)
 
 
-FAMILY = Family(name="qwen2", classes=("Qwen2ForCausalLM",), from_hf=from_hf, gguf="qwen2")
+FAMILY = Family(
+    name="qwen2",
+    classes=("Qwen2ForCausalLM", "MiMoForCausalLM"),
+    model_types=("mimo",),
+    from_hf=from_hf,
+    gguf="qwen2",
+)
