@@ -91,7 +91,9 @@ def test_every_option_is_a_field_and_every_need_an_option() -> None:
         assert set(method.needs) <= set(method.options)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.needs and not method.only_by_name])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if not method.needs and not method.only_by_name]
+)
 def test_a_drafter_carries_the_name_it_is_made_by(name: str) -> None:
     context = DrafterContext(toy_config(11), torch.device("cpu"), SpeculationConfig(method=name))
     assert METHODS[name].make(context).name == name
