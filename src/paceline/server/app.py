@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Send
 
 from paceline import __version__
 from paceline.errors import (
@@ -27,7 +26,7 @@ from paceline.errors import (
     RequestFailed,
 )
 from paceline.outputs import RequestOutput
-from paceline.server.api import chat, completions, response_items
+from paceline.server.api import anthropic, chat, completions, ollama, response_items
 from paceline.server.api.as_chat import renamed
 from paceline.server.api.generation import Generation
 from paceline.server.api.protocol import (
@@ -38,9 +37,10 @@ from paceline.server.api.protocol import (
     TokenizeRequest,
 )
 from paceline.server.api.responses import NAMES, ResponseRequest
+from paceline.server.api.streams import AnswerStream, JsonLines, NamedEvents
 from paceline.server.bodies.long_bodies import LongBodies, unless_gone
 from paceline.server.capture import Capture
-from paceline.server.errors import Forbidden, body_of, from_http, from_validation
+from paceline.server.errors import Forbidden, from_http, from_validation, in_form_of
 from paceline.server.gate import ADMIN, CLIENT, RELOAD, RequestGuard, error_response
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient, new_request_id
@@ -191,7 +191,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
-                return EventStream(completions.chunks(generations, body, state.name), generations)
+                return AnswerStream(completions.chunks(generations, body, state.name), generations)
             gathered = asyncio.gather(*(each.whole() for each in generations))
             outputs = await unless_gone(request, gathered)
             return _json(completions.completion(generations, outputs, body, state.name))
@@ -201,8 +201,10 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
         state.check_model(body.model)
         generation, output = await _answered(state, request, body, "chatcmpl")
         if output is None:
-            return EventStream(chat.chunks(generation, body, state.name), [generation])
+            return AnswerStream(chat.chunks(generation, body, state.name), [generation])
         return _json(chat.completion(generation, output, body, state.name))
+
+    _add_other_forms(app, state)
 
     @app.post("/v1/responses")
     async def responses_route(body: ResponseRequest, request: Request) -> Response:
@@ -212,8 +214,72 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
             generation, output = await _answered(state, request, asked, "resp")
         if output is None:
             events = response_items.events(generation, body, asked, state.name)
-            return EventStream(events, [generation], named=True)
+            return NamedEvents(events, [generation])
         return _json(response_items.response(generation, output, body, asked, state.name))
+
+
+def _add_other_forms(app: FastAPI, state: AppState) -> None:
+    """Add the routes of Anthropic's clients and Ollama's."""
+
+    @app.post("/v1/messages")
+    async def messages_route(body: anthropic.MessagesRequest, request: Request) -> Response:
+        state.check_model(body.model)
+        with renamed(anthropic.NAMES):
+            asked = body.chat()
+            generation, output = await _answered(state, request, asked, "msg")
+        if output is None:
+            events = anthropic.events(generation, asked, state.name)
+            return NamedEvents(events, [generation], request.url.path)
+        return _json(anthropic.message(generation, output, asked, state.name))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: anthropic.MessagesRequest) -> Response:
+        state.check_model(body.model)
+        with renamed(anthropic.NAMES):
+            asked = body.chat()
+            prompt = await state.encode_chat(asked.conversation(), asked.template_variables())
+        return _json({"input_tokens": len(prompt.tokens)})
+
+    async def ollama_answer(
+        body: ollama.OllamaChatRequest | ollama.OllamaGenerateRequest, request: Request
+    ) -> Response:
+        state.check_model(body.model.removesuffix(":latest"))
+        max_len = int(state.client.info["max_model_len"])
+        with renamed(ollama.NAMES):
+            body.check_context(max_len)
+            asked = body.chat(max_len)
+            generation, output = await _answered(state, request, asked, "ollama")
+        answer = ollama.OllamaAnswer(generation, body, asked)
+        if output is None:
+            return JsonLines(answer.chunks(), [generation], request.url.path, body.headers)
+        return _json(answer.whole(output), headers=body.headers)
+
+    @app.post("/api/chat")
+    async def ollama_chat(body: ollama.OllamaChatRequest, request: Request) -> Response:
+        return await ollama_answer(body, request)
+
+    @app.post("/api/generate")
+    async def ollama_generate(body: ollama.OllamaGenerateRequest, request: Request) -> Response:
+        return await ollama_answer(body, request)
+
+    def listed() -> dict[str, Any]:
+        known = state.tokenizer.has_chat_template
+        info = state.client.info | {"thinks": state.tokenizer.thought_tags is not None}
+        template = state.tokenizer.chat_template().source if known else ""
+        return ollama.listed(state.name, state.started, info, template)
+
+    @app.get("/api/tags")
+    async def tags() -> Response:
+        return _json({"models": [listed()]})
+
+    @app.post("/api/show")
+    async def show(body: ollama.ShowRequest) -> Response:
+        state.check_model((body.model or body.name or "").removesuffix(":latest"))
+        return _json(listed())
+
+    @app.get("/api/version")
+    async def ollama_version() -> Response:
+        return _json({"version": __version__})
 
 
 async def _answered(
@@ -241,37 +307,6 @@ async def _whole(request: Request, generation: Generation) -> RequestOutput:
         generation.cancel()
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events; an error after the first one is an event too, since the status is already sent.
-
-    `named`: each event has its type as name, and no [DONE] ends the stream.
-    """
-
-    def __init__(
-        self, chunks: AsyncIterator[dict[str, Any]], generations: list[Generation], *, named: bool = False
-    ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__((), media_type="text/event-stream", headers=headers)
-        self._chunks, self._generations, self._named = chunks, generations, named
-
-    async def stream_response(self, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                async for chunk in self._chunks:
-                    name = b"event: " + chunk["type"].encode() + b"\n" if self._named else b""
-                    await send(_part(name + b"data: " + msgspec.json.encode(chunk) + b"\n\n"))
-                last = b"" if self._named else b"data: [DONE]\n\n"
-            except PacelineError as error:
-                last = b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
-            await send(_part(last, more=False))
-        finally:
-            for generation in self._generations:
-                generation.cancel()
-
-
-def _part(body: bytes, *, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def on_drift(client: EngineClient, method: str, rate: float) -> None:
@@ -294,9 +329,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
     match error:
         case HTTPException():  # an unknown path or method, or a body that is no JSON
             body = from_http(error, request.method, request.url.path)
-            return _json(body, error.status_code, dict(error.headers or {}))
+            return _json(in_form_of(request.url.path, body), error.status_code, dict(error.headers or {}))
         case RequestValidationError():
-            return error_response(from_validation(error))
+            return error_response(from_validation(error), request.url.path)
         case PacelineError():
-            return error_response(error)
-    return error_response(RequestFailed(f"the server failed at this request: {type(error).__name__}"))
+            return error_response(error, request.url.path)
+    failed = RequestFailed(f"the server failed at this request: {type(error).__name__}")
+    return error_response(failed, request.url.path)

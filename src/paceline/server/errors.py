@@ -66,6 +66,13 @@ def body_of(error: PacelineError) -> dict[str, Any]:
     return {"error": {"message": _utf8(str(error)), "type": kind, "param": param, "code": type(error).__name__}}
 
 
+def in_form_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error in the form that clients of a path know: Anthropic's has a type, Ollama's is a text."""
+    if path.startswith("/v1/messages"):
+        return {"type": "error", **body}
+    return {"error": body["error"]["message"]} if path.startswith("/api/") else body
+
+
 def _utf8(text: str) -> str:
     """Escape lone surrogates, which a request may hold and its error quote."""
     return text.encode(errors="backslashreplace").decode()

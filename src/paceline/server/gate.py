@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError
-from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_of, status_of
+from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_of, in_form_of, status_of
 from paceline.server.trust import ApiKey
 
 log = logging.getLogger("paceline.server")
@@ -73,7 +73,7 @@ class RequestGuard:
             await self._app(inner, limited, noted)
         except (BodyTooLarge, Unauthorised) as error:
             await self._drain(receive)
-            await error_response(error)(scope, receive, noted)
+            await error_response(error, scope["path"])(scope, receive, noted)
         finally:
             if status >= 400:
                 self._on_error(status)
@@ -98,7 +98,8 @@ class RequestGuard:
 
     def _client(self, path: str, headers: Headers) -> str | None:
         """Return the client that the request's key names, or refuse the request; None where no key is needed."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # as clients of Anthropic do
+        scheme, _, key = sent.partition(" ")
         given = key.strip().encode()
         if path == RELOAD and self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
             return ADMIN
@@ -110,5 +111,6 @@ class RequestGuard:
         return clients[0]
 
 
-def error_response(error: PacelineError) -> Response:
-    return Response(msgspec.json.encode(body_of(error)), status_of(error), headers_of(error), "application/json")
+def error_response(error: PacelineError, path: str = "") -> Response:
+    body = in_form_of(path, body_of(error))
+    return Response(msgspec.json.encode(body), status_of(error), headers_of(error), "application/json")

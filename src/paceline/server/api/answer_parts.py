@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from paceline.outputs import CompletionOutput, StreamChunk
 from paceline.server.api.generation import Generation
@@ -47,6 +49,66 @@ class AnswerParser:
             calls = calls[: max(self._max_calls - self.num_calls, 0)]
         self.num_calls += len(calls)
         return AnswerParts(thought, text, calls)
+
+
+BlockKind = Literal["thought", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """A change of an answer's blocks: one begins, grows or ends, or a call is added, which is a block of its own."""
+
+    change: Literal["begin", "grow", "end", "call"]
+    index: int  # number of the block
+    kind: BlockKind = "text"
+    text: str = ""  # at the end: the whole block's
+    call: ParsedCall | None = None
+
+
+class AnswerBlocks:
+    """The parts of an answer as a sequence of blocks: thought, text, calls. White space before a call is no text."""
+
+    def __init__(self) -> None:
+        self._kind: BlockKind | None = None  # of the block that goes on
+        self._text, self._blank = "", ""  # of that block; white space that a call may follow
+        self._index, self._has_content = 0, False
+
+    def push(self, parts: AnswerParts) -> Iterator[BlockChange]:
+        if parts.thought:
+            yield from self._grow("thought", parts.thought)
+        text = self._blank + parts.text
+        if self._kind == "text" or text.strip():
+            self._blank = ""
+            yield from self._grow("text", text)
+        else:
+            self._blank = text
+        for call in parts.calls:
+            self._blank, self._has_content = "", True
+            yield from self._end()
+            yield BlockChange("call", self._index, call=call)
+            self._index += 1
+
+    def finish(self) -> Iterator[BlockChange]:
+        """End the answer, which has a text, even if it is empty, or a call."""
+        if not self._has_content or (self._blank and self._kind is None):
+            yield from self._grow("text", self._blank)
+        yield from self._end()
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
+        if self._kind != kind:
+            yield from self._end()
+            self._kind, self._has_content = kind, self._has_content or kind == "text"
+            yield BlockChange("begin", self._index, kind)
+        self._text += text
+        if text:
+            yield BlockChange("grow", self._index, kind, text)
+
+    def _end(self) -> Iterator[BlockChange]:
+        if self._kind is not None:
+            kind, text = self._kind, self._text
+            self._kind, self._text = None, ""
+            yield BlockChange("end", self._index, kind, text)
+            self._index += 1
 
 
 def whole_parts(generation: Generation, answer: CompletionOutput, request: ChatRequest) -> AnswerParts:

@@ -15,12 +15,13 @@ from paceline.server.api.protocol import ChatRequest, Sampling
 from paceline.server.errors import from_validation
 
 
-def as_chat(body: Sampling, **fields: Any) -> ChatRequest:
-    """Return the chat request of a body: its sampling parameters, and `fields` of chat that are not None."""
-    shared = {name: getattr(body, name) for name in body.model_fields_set & {*ChatRequest.model_fields}}
+def as_chat(body: Sampling | Mapping[str, Any], **fields: Any) -> ChatRequest:
+    """Return the chat request of a body: the fields that it shares with chat, and `fields` that are not None."""
+    if isinstance(body, Sampling):
+        body = {name: getattr(body, name) for name in body.model_fields_set & {*ChatRequest.model_fields}}
     given = {name: value for name, value in fields.items() if value is not None}
     try:
-        return ChatRequest.model_validate(shared | dict.fromkeys(fields) | given)
+        return ChatRequest.model_validate({**body, **dict.fromkeys(fields), **given})
     except ValidationError as error:
         raise from_validation(RequestValidationError(error.errors())) from error
 

@@ -91,6 +91,7 @@ ABSENT: dict[str, AbsentField] = {
     "no_repeat_ngram_size": AbsentField((0,)),
     "num_beams": AbsentField((1,)),
     "num_predict": _MAX_TOKENS,
+    "raw": AbsentField((False,), "/v1/completions"),
     "repeat_penalty": AbsentField((1.0,), "repetition_penalty"),
     "return_full_text": AbsentField((False,), "echo"),
     "stop_sequences": AbsentField(equal="stop"),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.api.answer_parts import AnswerParser, AnswerParts, whole_parts
+from paceline.server.api.answer_parts import AnswerBlocks, AnswerParser, AnswerParts, BlockChange, whole_parts
 from paceline.server.api.chat import token_logprobs
 from paceline.server.api.generation import Generation, usage
 from paceline.server.api.protocol import ChatRequest
@@ -16,8 +16,7 @@ from paceline.server.api.tool_calls import ParsedCall
 
 Json = dict[str, Any]
 Event = tuple[str, Json]
-PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # type of an item's one part
+TYPES = {"thought": ("rs", "reasoning", "reasoning_text"), "text": ("msg", "message", "output_text")}
 
 
 class OutputItems:
@@ -25,82 +24,58 @@ class OutputItems:
 
     def __init__(self, response_id: str) -> None:
         self._id = response_id.partition("-")[2]
+        self._blocks = AnswerBlocks()
+        self._logprobs: list[Json] = []  # of the text that goes on
         self.items: list[Json] = []
-        self._kind = ""  # of the item that goes on
-        self._text, self._blank = "", ""  # of that item; white space that may come before a call
-        self._logprobs: list[Json] = []
 
     def push(self, parts: AnswerParts, logprobs: list[Json]) -> Iterator[Event]:
-        if parts.thought:
-            yield from self._extend("reasoning", parts.thought, [])
-        if parts.text:
-            yield from self._extend_message(parts.text, logprobs)
-        for call in parts.calls:
-            self._blank = ""
-            yield from self.close("completed")
-            yield from self._call(call)
+        for change in self._blocks.push(parts):
+            yield from self._events(change, logprobs)
 
     def finish(self, status: str) -> Iterator[Event]:
-        if not self._kind and (self._blank or not any(item["type"] != "reasoning" for item in self.items)):
-            yield from self._extend("message", self._blank, [])
-        yield from self.close(status)
+        for change in self._blocks.finish():
+            yield from self._events(change, [], status)
 
-    def close(self, status: str) -> Iterator[Event]:
-        """End the item that goes on."""
-        if not self._kind:
+    def _events(self, change: BlockChange, logprobs: list[Json], status: str = "completed") -> Iterator[Event]:
+        if change.call is not None:
+            yield from self._call(change.index, change.call)
             return
-        part, item = self._part(), self._item(status)
-        fields = {"text": self._text} | ({"logprobs": self._logprobs} if self._kind == "message" else {})
-        yield f"{PARTS[self._kind]}.done", {**self._place(), **fields}
-        yield "content_part.done", {**self._place(), "part": part}
-        yield "output_item.done", {"output_index": len(self.items), "item": item}
-        self.items.append(item)
-        self._kind, self._text, self._logprobs = "", "", []
+        prefix, kind, part_kind = TYPES[change.kind]
+        at = {"item_id": f"{prefix}-{self._id}-{change.index}", "output_index": change.index, "content_index": 0}
+        is_text = change.kind == "text"
+        of_item: Json = {"role": "assistant"} if is_text else {"summary": []}
+        of_part: Json = {"annotations": [], "logprobs": []} if is_text else {}
+        item: Json = {"id": at["item_id"], "type": kind, **of_item}
+        part: Json = {"type": part_kind, "text": "", **of_part}
+        match change.change:
+            case "begin":
+                added = item | {"status": "in_progress", "content": []}
+                yield "output_item.added", {"output_index": change.index, "item": added}
+                yield "content_part.added", {**at, "part": part}
+            case "grow":
+                self._logprobs += logprobs
+                yield f"{part_kind}.delta", {**at, "delta": change.text} | ({"logprobs": logprobs} if is_text else {})
+            case "end":
+                part["text"] = change.text
+                if is_text:
+                    part["logprobs"], self._logprobs = self._logprobs, []
+                fields: Json = {name: part[name] for name in ("text", "logprobs") if name in part}
+                item |= {"status": status, "content": [part]}
+                yield f"{part_kind}.done", {**at, **fields}
+                yield "content_part.done", {**at, "part": part}
+                yield "output_item.done", {"output_index": change.index, "item": item}
+                self.items.append(item)
 
-    def _extend_message(self, text: str, logprobs: list[Json]) -> Iterator[Event]:
-        if self._kind != "message" and not (self._blank + text).strip():
-            self._blank += text
-            return
-        text, self._blank = self._blank + text, ""
-        yield from self._extend("message", text, logprobs)
-
-    def _extend(self, kind: str, text: str, logprobs: list[Json]) -> Iterator[Event]:
-        if self._kind != kind:
-            yield from self.close("completed")
-            self._kind = kind
-            yield "output_item.added", {"output_index": len(self.items), "item": self._item("in_progress", content=[])}
-            yield "content_part.added", {**self._place(), "part": self._part()}
-        self._text += text
-        self._logprobs += logprobs
-        if text:
-            fields = {"delta": text} | ({"logprobs": logprobs} if kind == "message" else {})
-            yield f"{PARTS[kind]}.delta", {**self._place(), **fields}
-
-    def _call(self, call: ParsedCall) -> Iterator[Event]:
-        item = {"id": self._new_id("function_call"), "type": "function_call", "status": "completed"}
+    def _call(self, index: int, call: ParsedCall) -> Iterator[Event]:
+        item = {"id": f"fc-{self._id}-{index}", "type": "function_call", "status": "completed"}
         item |= {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-        at = {"item_id": item["id"], "output_index": len(self.items)}
+        at = {"item_id": item["id"], "output_index": index}
         begun = item | {"status": "in_progress", "arguments": ""}
-        yield "output_item.added", {"output_index": at["output_index"], "item": begun}
+        yield "output_item.added", {"output_index": index, "item": begun}
         yield "function_call_arguments.delta", {**at, "delta": call.arguments}
         yield "function_call_arguments.done", {**at, "name": call.name, "arguments": call.arguments}
-        yield "output_item.done", {"output_index": at["output_index"], "item": item}
+        yield "output_item.done", {"output_index": index, "item": item}
         self.items.append(item)
-
-    def _new_id(self, kind: str) -> str:
-        return f"{PREFIXES[kind]}-{self._id}-{len(self.items)}"
-
-    def _place(self) -> Json:
-        return {"item_id": self._new_id(self._kind), "output_index": len(self.items), "content_index": 0}
-
-    def _part(self) -> Json:
-        part = {"type": PARTS[self._kind], "text": self._text}
-        return part if self._kind == "reasoning" else part | {"annotations": [], "logprobs": self._logprobs}
-
-    def _item(self, status: str, **fields: Any) -> Json:
-        item: Json = {"id": self._new_id(self._kind), "type": self._kind, "status": status, "content": [self._part()]}
-        own: Json = {"summary": []} if self._kind == "reasoning" else {"role": "assistant"}
-        return item | own | fields
 
 
 def response(

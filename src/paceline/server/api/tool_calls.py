@@ -29,6 +29,15 @@ class ParsedCall:
     arguments: str  # JSON, as the model wrote it
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the arguments as an object; what is none of its own is the one value of an object."""
+        try:
+            values = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            values = self.arguments
+        return values if isinstance(values, dict) else {"arguments": values}
+
     def as_dict(self, index: int | None = None) -> dict[str, Any]:
         call = {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return call if index is None else {"index": index, **call}
