@@ -2,7 +2,8 @@
 
 PacelineError
 ├── InvalidParameter   a value out of range or in contradiction with another; carries the field's name
-├── InvalidPrompt      empty, or longer than the context
+├── InvalidPrompt      empty, or of a wrong type
+│   └── PromptTooLong      longer than the context, the answer included
 ├── ModelError
 │   ├── ModelNotFound      no such alias, folder, file or hub id
 │   ├── UnsupportedModel   an architecture or option the decoder does not know
@@ -33,6 +34,10 @@ class InvalidParameter(PacelineError):
 
 class InvalidPrompt(PacelineError):
     """A prompt or conversation that cannot be read: empty, longer than the context, or of a wrong type."""
+
+
+class PromptTooLong(InvalidPrompt):
+    """A prompt that does not fit into the context with its answer."""
 
 
 class ModelError(PacelineError):

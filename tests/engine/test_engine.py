@@ -333,7 +333,8 @@ def test_stop_beats_the_length_limit_and_min_tokens_delays_both():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "problem"), [([], "empty"), ([1] * 256, "context holds 256"), ([1, 99], "99 is outside"), ([-1], "-1")]
+    ("prompt", "problem"),
+    [([], "empty"), ([1] * 256, "length is 256"), ([1, 99], "99 is outside"), ([-1], "-1")],
 )
 def test_bad_prompts_are_refused(prompt, problem):
     engine = make_engine()

@@ -10,7 +10,7 @@ from paceline.config import AUTO, NONE, EngineConfig
 from paceline.core.sequence import Owner, Sequence
 from paceline.drafters.method_names import matches_method
 from paceline.engine.policy import wish
-from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, short_repr
+from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError, PromptTooLong, short_repr
 from paceline.models.spec import ModelConfig
 from paceline.sampling_params import SamplingParams
 from paceline.text.grammar import Grammars
@@ -99,9 +99,10 @@ class Admission:
         if not prompt:
             raise InvalidPrompt("the prompt is empty; give at least one token of text")
         if len(prompt) >= self.max_model_len:
-            raise InvalidPrompt(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.max_model_len}, the answer "
-                "included; shorten the prompt, or raise max_model_len or kv_cache_bytes if the model allows more"
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens, and the maximum context length is {self.max_model_len}, the "
+                "answer included; shorten the prompt, or raise max_model_len (--max-model-len) or kv_cache_bytes "
+                "(--kv-cache-bytes) if the model allows more"
             )
         bad = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
         if bad is not None:

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import (
+    InvalidParameter,
     ModelNotFound,
     PacelineError,
     RequestFailed,
@@ -41,7 +42,7 @@ from paceline.server.api.streams import AnswerStream, JsonLines, NamedEvents
 from paceline.server.bodies.long_bodies import LongBodies, unless_gone
 from paceline.server.capture import Capture
 from paceline.server.errors import Forbidden, from_http, from_validation, in_form_of
-from paceline.server.gate import ADMIN, CLIENT, RELOAD, RequestGuard, error_response
+from paceline.server.gate import ADMIN, CLIENT, FIELD, RELOAD, RequestGuard, error_response
 from paceline.server.metrics import Metrics
 from paceline.server.process.client import EngineClient, new_request_id
 from paceline.server.state import AppState, ServerSettings
@@ -109,6 +110,11 @@ def _add_pages(app: FastAPI, state: AppState) -> None:
     async def playground() -> Response:
         return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
 
+    @app.get("/load")
+    async def load() -> Response:
+        return _json({"server_load": state.client.num_open})
+
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> Response:
         down = state.client.down
@@ -233,22 +239,19 @@ def _add_other_forms(app: FastAPI, state: AppState) -> None:
         return _json(anthropic.message(generation, output, asked, state.name))
 
     @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: anthropic.MessagesRequest) -> Response:
+    async def count_tokens(body: anthropic.MessagesRequest, request: Request) -> Response:
         state.check_model(body.model)
-        with renamed(anthropic.NAMES):
-            asked = body.chat()
-            prompt = await state.encode_chat(asked.conversation(), asked.template_variables())
+        (prompt,) = await state.prompts(request, body)
         return _json({"input_tokens": len(prompt.tokens)})
 
     async def ollama_answer(
         body: ollama.OllamaChatRequest | ollama.OllamaGenerateRequest, request: Request
     ) -> Response:
         state.check_model(body.model.removesuffix(":latest"))
-        max_len = int(state.client.info["max_model_len"])
         with renamed(ollama.NAMES):
-            body.check_context(max_len)
-            asked = body.chat(max_len)
-            generation, output = await _answered(state, request, asked, "ollama")
+            body.check_context(int(state.client.info["max_model_len"]))
+            asked = body.chat()
+            generation, output = await _answered(state, request, asked, "ollama", cuts=True)
         answer = ollama.OllamaAnswer(generation, body, asked)
         if output is None:
             return JsonLines(answer.chunks(), [generation], request.url.path, body.headers)
@@ -283,11 +286,11 @@ def _add_other_forms(app: FastAPI, state: AppState) -> None:
 
 
 async def _answered(
-    state: AppState, request: Request, body: ChatRequest, prefix: str
+    state: AppState, request: Request, body: ChatRequest, prefix: str, *, cuts: bool = False
 ) -> tuple[Generation, RequestOutput | None]:
     """Start the answer to a conversation, and wait for it unless it is streamed."""
     with renamed(body.grammar_names):
-        generation = await state.start_chat(request, body, prefix=prefix)
+        generation = await state.start_chat(request, body, prefix=prefix, cuts=cuts)
         return generation, None if body.stream else await _whole(request, generation)
 
 
@@ -305,8 +308,6 @@ async def _whole(request: Request, generation: Generation) -> RequestOutput:
         return await unless_gone(request, generation.whole())
     finally:
         generation.cancel()
-
-
 
 
 def on_drift(client: EngineClient, method: str, rate: float) -> None:
@@ -331,8 +332,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
             body = from_http(error, request.method, request.url.path)
             return _json(in_form_of(request.url.path, body), error.status_code, dict(error.headers or {}))
         case RequestValidationError():
-            return error_response(from_validation(error), request.url.path)
+            return await _on_error(request, from_validation(error))
         case PacelineError():
+            if isinstance(error, InvalidParameter):
+                request.scope["state"][FIELD] = error.field
             return error_response(error, request.url.path)
     failed = RequestFailed(f"the server failed at this request: {type(error).__name__}")
     return error_response(failed, request.url.path)

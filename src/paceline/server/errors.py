@@ -15,6 +15,7 @@ from paceline.errors import (
     InvalidParameter,
     ModelNotFound,
     PacelineError,
+    PromptTooLong,
     QueueFull,
     RequestFailed,
     short_repr,
@@ -42,18 +43,27 @@ class BodyTooLarge(PacelineError):
     pass
 
 
+class ClientGone(PacelineError):
+    """The client has closed its connection: nobody reads the answer."""
+
+
 _STATUS: tuple[tuple[type[PacelineError], int, str], ...] = (
     (Unauthorised, 401, "authentication_error"),
     (Forbidden, 403, "permission_error"),
     (ModelNotFound, 404, "not_found_error"),
     (BodyTooLarge, 413, "invalid_request_error"),
     (QueueFull, 429, "rate_limit_error"),
+    (ClientGone, 499, "client_closed_request"),
     (EngineDied, 503, "service_unavailable_error"),
     (EngineClosed, 503, "service_unavailable_error"),
     (TimeLimit, 504, "timeout_error"),
     (RequestFailed, 500, "server_error"),
     (PacelineError, 400, "invalid_request_error"),
 )
+
+
+# Codes that clients of OpenAI act on.
+_CODES: dict[type[PacelineError], str] = {PromptTooLong: "context_length_exceeded"}
 
 
 def status_of(error: PacelineError) -> int:
@@ -63,7 +73,8 @@ def status_of(error: PacelineError) -> int:
 def body_of(error: PacelineError) -> dict[str, Any]:
     kind = next(name for each, _, name in _STATUS if isinstance(error, each))
     param = _utf8(error.field) if isinstance(error, InvalidParameter) else None
-    return {"error": {"message": _utf8(str(error)), "type": kind, "param": param, "code": type(error).__name__}}
+    code = _CODES.get(type(error), type(error).__name__)
+    return {"error": {"message": _utf8(str(error)), "type": kind, "param": param, "code": code}}
 
 
 def in_form_of(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_
 from paceline.server.trust import ApiKey
 
 log = logging.getLogger("paceline.server")
-OPEN_PATHS = ("/", "/health", "/version")  # paths without a key; the playground asks for it
+OPEN_PATHS = ("/", "/health", "/ping", "/version")  # paths without a key; the playground asks for it
 OPEN_FOLDER = "/static/"
 DRAIN = 8  # limits of a body; the part of a larger body that is read and dropped
 RELOAD = "/v1/drafters/reload"
-CLIENT = "client"  # name in a request's state
+CLIENT, FIELD = "client", "field"  # names in a request's state: its client, and the field that was refused
 ADMIN = " admin"  # client of the admin key; a name that no client has
 MAX_ID = 128  # characters of a request id that a client may choose
 
@@ -84,9 +84,10 @@ class RequestGuard:
                 "status": status,
                 "seconds": round(time.perf_counter() - started, 4),
             }
-            log.info(
-                "%(method)s %(path)s %(status)s in %(seconds)s s (%(request_id)s)", fields, extra={"fields": fields}
-            )
+            line = "%(method)s %(path)s %(status)s in %(seconds)s s (%(request_id)s)"
+            if field := scope["state"].get(FIELD):
+                fields[FIELD], line = field, line + ", refused: %(field)s"
+            log.info(line, fields, extra={"fields": fields})
 
     async def _drain(self, receive: Receive) -> None:
         """Read the rest of a body, up to DRAIN limits: a client sees the answer only after it has sent its body."""

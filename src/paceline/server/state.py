@@ -16,7 +16,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from paceline.engine.events import Request as EngineRequest
-from paceline.errors import EngineClosed, InvalidParameter, short_repr
+from paceline.errors import EngineClosed, InvalidParameter, PromptTooLong, short_repr
 from paceline.sampling_params import SamplingParams
 from paceline.server.api.generation import Generation
 from paceline.server.api.protocol import ChatRequest, CompletionRequest, Sampling, Whole
@@ -136,8 +136,8 @@ class AppState:
         path, lengths = str(info["path"]), (info["vocab_size"], info["max_model_len"])
         return BodySettings(path, names, *lengths, self.capture is not None, BODY_CPU_S, MAX_BODY_MEMORY)
 
-    async def start_chat(self, asked: Request, body: ChatRequest, *, prefix: str) -> Generation:
-        """Start the answer to a conversation."""
+    async def start_chat(self, asked: Request, body: ChatRequest, *, prefix: str, cuts: bool = False) -> Generation:
+        """Start the answer to a conversation. `cuts`: as in `start`."""
         params, tags = body.to_params(self.call_style), self.tokenizer.thought_tags
         (prompt,) = await self.prompts(asked, body)
         thought = None if tags is None else thought_after(tags, prompt.text or "")
@@ -148,7 +148,7 @@ class AppState:
             params = thought.frees(params)
         streamed = bool(body.stream)
         return await self.start(
-            asked, prompt, params, body, streamed=streamed, prefix=prefix, keep=keep, thought=thought
+            asked, prompt, params, body, streamed=streamed, prefix=prefix, keep=keep, thought=thought, cuts=cuts
         )
 
     async def start(
@@ -163,15 +163,17 @@ class AppState:
         group: str | None = None,
         keep: Keep | None = None,
         thought: Thought | None = None,
+        cuts: bool = False,
     ) -> Generation:
         """Start a generation. `group`: id of all prompts of one HTTP request; `keep` is called for each captured
-        answer."""
+        answer; `cuts`: an answer beyond the context is cut, not refused."""
         if self.stopping:
             raise EngineClosed("the server is shutting down; try another one")
         request_id = new_request_id(prefix)
         known, address = getattr(asked.state, CLIENT, None), "" if asked.client is None else asked.client.host
         owner = self.settings.sharing.owner(known, address, body.cache_salt, group or request_id)
         resolved = params.resolve(self.client.info.get("generation_defaults", {}))
+        self._check_room(prompt, resolved, cuts=cuts)
         self.metrics.submitted(request_id, len(prompt.tokens), body.tag)
         try:
             return await Generation.start(
@@ -186,6 +188,15 @@ class AppState:
         except BaseException:
             self.metrics.cancelled(request_id)  # it may not have reached the engine
             raise
+
+    def _check_room(self, prompt: EncodedPrompt, params: SamplingParams, *, cuts: bool) -> None:
+        """Refuse an answer that the context has no room for, as OpenAI and vLLM do."""
+        count, limit, room = len(prompt.tokens), params.max_tokens, int(self.client.info["max_model_len"])
+        if limit is not None and count < room < count + limit and not cuts:
+            raise PromptTooLong(
+                f"the prompt has {count} tokens and the answer may have {limit}, but the maximum context length is "
+                f"{room}; lower max_tokens, shorten the prompt, or raise --max-model-len"
+            )
 
     def _keep(self, generation: Generation, keep: Keep | None, domain: str) -> None:
         if self.capture is not None and keep is not None and generation.output is not None:

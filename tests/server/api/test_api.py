@@ -257,6 +257,23 @@ def test_other_refusals(server: Server) -> None:
     assert (status, answer["error"]["code"]) == (413, "BodyTooLarge")
 
 
+def test_a_prompt_that_does_not_fit_with_its_answer_has_openais_code(server: Server) -> None:
+    for body in ({"prompt": [40] * 2048}, {"prompt": [40] * 2000, "max_tokens": 49}):
+        status, answer = post(server, "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length" in answer["error"]["message"]
+    assert post(server, "/v1/completions", {"prompt": [40] * 2046, "max_tokens": 2})[0] == 200
+
+
+def test_usage_so_far_is_in_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "stream": True, "stream_options": options}
+    *chunks, last = client.completions.create(prompt="Go", **asked, extra_body=LONG)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last.usage.completion_tokens == 8
+
+
 def test_one_model_is_found_by_its_name(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):

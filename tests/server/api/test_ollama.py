@@ -15,7 +15,6 @@ from tests.server.api.test_api import MESSAGES, post
 from tests.server.conftest import Server
 
 Json = dict[str, Any]
-CONTEXT = 2048
 ASKED: Json = {"model": "tiny:latest", "messages": MESSAGES, "options": {"num_predict": 8, "temperature": 0}}
 SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
 
@@ -23,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "requir
 def chat_of(**fields: Any) -> Json:
     with renamed(NAMES):
         asked = OllamaChatRequest.model_validate({"model": "m", "messages": MESSAGES, **fields})
-        return asked.chat(CONTEXT).model_dump(exclude_none=True)
+        return asked.chat().model_dump(exclude_none=True)
 
 
 def test_options_format_and_think_become_fields_of_chat() -> None:
@@ -33,7 +32,7 @@ def test_options_format_and_think_become_fields_of_chat() -> None:
     assert found["response_format"]["json_schema"]["schema"] == SCHEMA
     assert found["reasoning_effort"] == "none"
     assert chat_of(format="json")["response_format"] == {"type": "json_object"}
-    for unlimited in (-1, -2, 9999):  # as many as the context holds
+    for unlimited in (-1, -2):  # as many as the context holds
         assert "max_tokens" not in chat_of(options={"num_predict": unlimited})
     history = [
         {"role": "assistant", "thinking": "Hm.", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
@@ -43,7 +42,7 @@ def test_options_format_and_think_become_fields_of_chat() -> None:
     assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert (called["reasoning_content"], result["name"]) == ("Hm.", "f")
     one = OllamaGenerateRequest.model_validate({"model": "m", "prompt": "Hi", "system": "Be brief.", "images": []})
-    assert [message.role for message in one.chat(CONTEXT).messages] == ["system", "user"]
+    assert [message.role for message in one.chat().messages] == ["system", "user"]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_options_format_and_think_become_fields_of_chat() -> None:
 )
 def test_what_is_not_there_is_refused_by_name(body: Json, field: str) -> None:
     with pytest.raises(InvalidParameter) as caught, renamed(NAMES):
-        OllamaChatRequest.model_validate({"model": "m", "messages": MESSAGES, **body}).chat(CONTEXT).to_params()
+        OllamaChatRequest.model_validate({"model": "m", "messages": MESSAGES, **body}).chat().to_params()
     assert caught.value.field == field
 
 
@@ -77,6 +76,8 @@ def test_chat_and_generate_whole_and_streamed(server: Server) -> None:
     assert headers["Content-Type"] == "application/x-ndjson"
     assert "".join(each["message"]["content"] for each in found) == whole["message"]["content"]
     assert [each["done"] for each in found] == [*[False] * (len(found) - 1), True]
+    cut = {**ASKED, "options": {"num_predict": 99999, "stop": ["a"]}, "stream": False}
+    assert post(server, "/api/chat", cut)[0] == 200  # the context ends it, where chat completions refuse
     prompt = {"model": "tiny", "prompt": MESSAGES[0]["content"], "options": ASKED["options"], "keep_alive": -1}
     generated, headers = lines(server, "/api/generate", prompt)
     assert "".join(each["response"] for each in generated) == whole["message"]["content"]

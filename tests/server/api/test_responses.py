@@ -167,7 +167,7 @@ def test_structured_answers_and_log_probabilities(client: openai.OpenAI) -> None
     parsed = client.responses.parse(**asked, text_format=Pick, include=["message.output_text.logprobs"], top_logprobs=1)
     assert isinstance(parsed.output_parsed, Pick)
     logprobs = parsed.output[0].content[0].logprobs
-    assert "".join(each.token for each in logprobs[:-1]) == parsed.output_text  # the last one ends the answer
+    assert "".join(each.token for each in logprobs) == parsed.output_text  # without the end token
     found = list(client.responses.create(**asked, text={"format": PICK}, stream=True))
     assert kinds(found) == ["created", "in_progress", *OF_TEXT, "output_item.done", "completed"]
     assert found[-1].response.output_text == parsed.output_text

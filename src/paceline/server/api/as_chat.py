@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from paceline.errors import InvalidParameter
@@ -23,7 +22,7 @@ def as_chat(body: Sampling | Mapping[str, Any], **fields: Any) -> ChatRequest:
     try:
         return ChatRequest.model_validate({**body, **dict.fromkeys(fields), **given})
     except ValidationError as error:
-        raise from_validation(RequestValidationError(error.errors())) from error
+        raise from_validation(error) from error
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
 from paceline.server.api.answer_parts import AnswerParser, whole_parts
-from paceline.server.api.generation import Generation, details, header, prompt_logprobs, usage
+from paceline.server.api.generation import Generation, details, header, prompt_logprobs, usage, usage_so_far
 from paceline.server.api.protocol import ChatRequest
 
 
@@ -30,7 +30,7 @@ def _choice(generation: Generation, answer: CompletionOutput, request: ChatReque
     choice = {
         "index": answer.index,
         "message": message,
-        "logprobs": _logprobs(generation, answer.token_ids, answer.logprobs),
+        "logprobs": _logprobs(generation, answer),
         "finish_reason": _reason(answer.finish_reason, bool(calls), request),
         "stop_reason": answer.stop_reason,
     }
@@ -49,6 +49,8 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
     parsers = [AnswerParser(generation, request) for _ in range(generation.params.n)]
     while (chunk := await generation.chunk()) is not None:
         delta = parse_chunk(chunk, parsers[chunk.index])
+        if request.counts_each_chunk:
+            base["usage"] = usage_so_far([generation])
         reason = _reason(chunk.finish_reason, parsers[chunk.index].num_calls > 0, request)
         yield {**base, "choices": [_chunk_choice(generation, chunk, request, delta, reason)]}
     if request.includes_usage:
@@ -78,7 +80,7 @@ def _chunk_choice(
     choice: dict[str, Any] = {
         "index": chunk.index,
         "delta": delta,
-        "logprobs": _logprobs(generation, chunk.token_ids, chunk.logprobs),
+        "logprobs": _logprobs(generation, chunk),
         "finish_reason": reason,
     }
     if request.return_token_ids:
@@ -86,18 +88,19 @@ def _chunk_choice(
     return choice
 
 
-def _logprobs(
-    generation: Generation, tokens: list[int], entries: list[dict[int, Logprob]] | None
-) -> dict[str, Any] | None:
-    return None if entries is None else {"content": token_logprobs(generation, tokens, entries), "refusal": None}
+def _logprobs(generation: Generation, piece: CompletionOutput | StreamChunk) -> dict[str, Any] | None:
+    return None if piece.logprobs is None else {"content": token_logprobs(generation, piece), "refusal": None}
 
 
-def token_logprobs(
-    generation: Generation, tokens: list[int], entries: list[dict[int, Logprob]] | None
-) -> list[dict[str, Any]]:
-    """Return an entry for each token; none where log-probabilities were not asked for."""
+def token_logprobs(generation: Generation, piece: CompletionOutput | StreamChunk) -> list[dict[str, Any]]:
+    """Return an entry for each token, but none for the end token, which has no text; none at all where
+    log-probabilities were not asked for."""
+    tokens, entries = piece.token_ids, piece.logprobs or []
+    ends = bool(entries) and piece.finish_reason == "stop" and generation.params.skip_special_tokens
+    if ends and not generation.tokenizer.decode(tokens[-1:]):
+        tokens, entries = tokens[:-1], entries[:-1]
     count, content = generation.params.logprobs or 0, []
-    for token, entry in zip(tokens, entries or (), strict=entries is not None):
+    for token, entry in zip(tokens, entries, strict=bool(entries)):
         likeliest = sorted(entry.values(), key=lambda each: each.rank)[:count]
         content.append({**_token(entry[token]), "top_logprobs": [_token(each) for each in likeliest]})
     return content

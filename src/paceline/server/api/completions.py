@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from paceline.outputs import Logprob, RequestOutput, StreamChunk
-from paceline.server.api.generation import Generation, details, header, prompt_logprobs, usage
+from paceline.server.api.generation import Generation, details, header, prompt_logprobs, usage, usage_so_far
 from paceline.server.api.protocol import CompletionRequest
 
 
@@ -46,6 +46,8 @@ async def chunks(
                 text = _echoed(generation, request)
                 yield {**base, "choices": [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]}
     async for at, chunk in _merged(generations):
+        if request.counts_each_chunk:
+            base["usage"] = usage_so_far(generations)
         yield {**base, "choices": [_chunk_choice(generations[at], at, chunk, request)]}
     if request.includes_usage:
         yield {**base, "choices": [], "usage": usage(generations)}

@@ -39,6 +39,7 @@ class Generation:
     output: RequestOutput | None = None  # None: it is not complete
     thought: Thought | None = None  # None: the model's chat template knows none, or it is no chat
     num_thought_tokens: int = 0  # of the answers as far as they were read
+    num_tokens: int = 0  # of the chunks that were read
 
     @classmethod
     async def start(
@@ -90,6 +91,7 @@ class Generation:
             self._end(event)
             return None
         assert isinstance(event, Delta)
+        self.num_tokens += len(event.tokens)
         return self.reader.chunk(event)
 
     async def whole(self) -> RequestOutput:
@@ -146,6 +148,12 @@ def prompt_logprobs(generation: Generation, request: Choices) -> list[dict[str, 
         listed = [token, *(each for each in others if entry[each].rank <= limit)]
         entries.append({str(each): asdict(entry[each]) for each in listed})
     return entries
+
+
+def usage_so_far(generations: list[Generation]) -> dict[str, Any]:
+    """Return OpenAI's counts of answers under way."""
+    prompt, completion = sum(len(each.prompt) for each in generations), sum(each.num_tokens for each in generations)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def usage(generations: list[Generation]) -> dict[str, Any]:

@@ -58,13 +58,12 @@ class OllamaRequest(Whole):
     def headers(self) -> dict[str, str]:
         return {} if self.keep_alive in FOREVER else {"Warning": WARNING}
 
-    def as_chat(self, max_len: int, **fields: Any) -> ChatRequest:
-        """Return the chat request. `max_len`: tokens of the context, beyond which an answer is cut, as Ollama does."""
+    def as_chat(self, **fields: Any) -> ChatRequest:
+        """Return the chat request; a negative limit of tokens is none."""
         for name, value in self._asking():
             fields[OPTIONS[name]] = value
-        limit = fields.pop("max_tokens", None)
-        if isinstance(limit, int) and 0 <= limit < max_len:
-            fields["max_tokens"] = limit
+        if isinstance(limit := fields.get("max_tokens"), int) and limit < 0:
+            del fields["max_tokens"]
         if self.think is not None:
             fields["reasoning_effort"] = EFFORTS[self.think] if isinstance(self.think, bool) else self.think
         schema = self.format if isinstance(self.format, dict) else None
@@ -105,18 +104,18 @@ class OllamaChatRequest(OllamaRequest):
     messages: Annotated[Items[Json], Field(min_length=1)]
     tools: Items[Json] | None = None
 
-    def chat(self, max_len: int) -> ChatRequest:
+    def chat(self) -> ChatRequest:
         messages = [_message(at, message) for at, message in enumerate(self.messages)]
-        return self.as_chat(max_len, messages=messages, tools=self.tools or None)
+        return self.as_chat(messages=messages, tools=self.tools or None)
 
 
 class OllamaGenerateRequest(OllamaRequest):
     prompt: Annotated[str, Field(min_length=1)]
     system: str | None = None
 
-    def chat(self, max_len: int) -> ChatRequest:
+    def chat(self) -> ChatRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.as_chat(max_len, messages=[*system, {"role": "user", "content": self.prompt}])
+        return self.as_chat(messages=[*system, {"role": "user", "content": self.prompt}])
 
 
 Request = OllamaChatRequest | OllamaGenerateRequest

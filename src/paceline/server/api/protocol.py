@@ -89,6 +89,7 @@ class Speculation(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: usage so far in every chunk
     include_obfuscation: bool = False  # sent by OpenAI's clients; the answer has none
 
 
@@ -155,6 +156,10 @@ class Choices(Sampling):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class CompletionRequest(Choices):

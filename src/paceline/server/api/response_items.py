@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from paceline.outputs import RequestOutput, StreamChunk
+from paceline.outputs import RequestOutput
 from paceline.server.api.answer_parts import AnswerBlocks, AnswerParser, AnswerParts, BlockChange, whole_parts
 from paceline.server.api.chat import token_logprobs
 from paceline.server.api.generation import Generation, usage
@@ -83,8 +83,7 @@ def response(
 ) -> Json:
     (answer,) = output.outputs
     items, status = OutputItems(generation.request_id), _status(answer.finish_reason)
-    logprobs = token_logprobs(generation, answer.token_ids, answer.logprobs)
-    for _ in items.push(whole_parts(generation, answer, chat), logprobs):
+    for _ in items.push(whole_parts(generation, answer, chat), token_logprobs(generation, answer)):
         pass
     for _ in items.finish(status):
         pass
@@ -105,16 +104,12 @@ async def events(generation: Generation, asked: ResponseRequest, chat: ChatReque
     items, parser, reason = OutputItems(generation.request_id), AnswerParser(generation, chat), "stop"
     while (chunk := await generation.chunk()) is not None:
         reason = chunk.finish_reason or reason
-        for event in items.push(parser.push(chunk), _logprobs(generation, chunk)):
+        for event in items.push(parser.push(chunk), token_logprobs(generation, chunk)):
             yield numbered(*event)
     status = _status(reason)
     for event in items.finish(status):
         yield numbered(*event)
     yield numbered(status, {"response": _response(generation, asked, model, items.items, status)})
-
-
-def _logprobs(generation: Generation, chunk: StreamChunk) -> list[Json]:
-    return token_logprobs(generation, chunk.token_ids, chunk.logprobs)
 
 
 def _response(generation: Generation, asked: ResponseRequest, model: str, items: list[Json], status: str) -> Json:

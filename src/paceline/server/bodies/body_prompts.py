@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import InvalidParameter, ModelNotFound, short_repr
+from paceline.server.api import anthropic, ollama, responses
+from paceline.server.api.anthropic import MessagesRequest
 from paceline.server.api.as_chat import renamed
+from paceline.server.api.ollama import OllamaChatRequest, OllamaGenerateRequest
 from paceline.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -15,10 +18,18 @@ from paceline.server.api.protocol import (
     Whole,
     plain_message,
 )
-from paceline.server.api.responses import NAMES, ResponseRequest
+from paceline.server.api.responses import ResponseRequest
 from paceline.text.request_text import EncodedPrompt, check_token_ids, encode_prompts
 from paceline.text.thoughts import effort_variables
 from paceline.text.tokenizer import Tokenizer
+
+ChatForm = ResponseRequest | MessagesRequest | OllamaChatRequest | OllamaGenerateRequest  # that become chat requests
+NAMES: dict[type[ChatForm], dict[str, str]] = {
+    ResponseRequest: responses.NAMES,
+    MessagesRequest: anthropic.NAMES,
+    OllamaChatRequest: ollama.NAMES,
+    OllamaGenerateRequest: ollama.NAMES,
+}
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:
@@ -41,8 +52,8 @@ class BodyPrompts:
                 return encode_prompts(self.tokenizer, body.prompts(), body.add_special_tokens)
             case ChatRequest():
                 return [self._chat(body.conversation(), self._variables(body))]
-            case ResponseRequest():
-                with renamed(NAMES):
+            case ResponseRequest() | MessagesRequest() | OllamaChatRequest() | OllamaGenerateRequest():
+                with renamed(NAMES[type(body)]):
                     return self.prompts(body.chat())
         raise TypeError(f"a {type(body).__name__} has no prompts")
 

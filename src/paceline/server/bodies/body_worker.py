@@ -21,10 +21,12 @@ from pydantic import ValidationError
 
 from paceline.errors import InvalidParameter, PacelineError, RequestFailed
 from paceline.platform.garbage import trim_heap
+from paceline.server.api.anthropic import MessagesRequest
+from paceline.server.api.ollama import OllamaChatRequest, OllamaGenerateRequest
 from paceline.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, Whole
 from paceline.server.api.responses import ResponseRequest
-from paceline.server.bodies.body_prompts import BodyPrompts, check_model
-from paceline.server.errors import body_of, from_validation, status_of
+from paceline.server.bodies.body_prompts import BodyPrompts, ChatForm, check_model
+from paceline.server.errors import body_of, from_validation, in_form_of, status_of
 from paceline.server.process.channel import Channel
 from paceline.text.template_process import bound_memory, cpu_limit
 from paceline.text.tokenizer import Tokenizer
@@ -35,6 +37,9 @@ ROUTES: dict[str, type[Whole]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponseRequest,
+    "/v1/messages": MessagesRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
 }
 MOST_REST = 1 << 19  # bytes of JSON beside prompt, messages, tools and texts: far more than any list of tokens needs
 NICENESS = 5  # steps of the engine come first: a quarter of a core is left where they need all
@@ -70,7 +75,7 @@ def answered(reader: BodyPrompts, settings: BodySettings, route: str, raw: bytes
         read = reader.prompts(body)
         prompts = [((prompt.text or "")[-ENDING:], array("i", prompt.tokens).tobytes()) for prompt in read]
         conversation = b""
-        chat = body.chat() if isinstance(body, ResponseRequest) else body
+        chat = body.chat() if isinstance(body, ChatForm) else body
         if settings.keeps_text and isinstance(chat, ChatRequest):
             conversation = msgspec.json.encode(chat.conversation())
         return BodyAnswer(0, _rest(given, body), prompts, conversation)
@@ -82,7 +87,7 @@ def answered(reader: BodyPrompts, settings: BodySettings, route: str, raw: bytes
         error = problem
     except Exception as problem:  # a fault of ours, which must not end the process
         error = RequestFailed(f"the server failed at this request: {type(problem).__name__}")
-    return BodyAnswer(status_of(error), msgspec.json.encode(body_of(error)))
+    return BodyAnswer(status_of(error), msgspec.json.encode(in_form_of(route, body_of(error))))
 
 
 def _parsed(raw: bytes) -> Any:
@@ -104,6 +109,12 @@ def _rest(given: dict[str, Any], body: Whole) -> bytes:
                 rest["tools"] = body.tools[:1]  # that there are any is all that the answer depends on
         case ResponseRequest():
             rest["input"] = TEXT
+        case MessagesRequest():
+            rest |= {"messages": [{"role": "user", "content": TEXT}], "system": None, "metadata": None}
+        case OllamaChatRequest():
+            rest["messages"] = [{"role": "user", "content": TEXT}]
+        case OllamaGenerateRequest():
+            rest["prompt"] = TEXT
     size = len(json.dumps({name: value for name, value in rest.items() if not isinstance(value, str)}))
     if size > MOST_REST:
         raise InvalidParameter("body", f"has {size} bytes beside its texts; at most {MOST_REST} are read")

@@ -15,9 +15,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.errors import EngineClosed, PacelineError
+from paceline.errors import PacelineError
 from paceline.server.bodies.body_process import BodyReader
 from paceline.server.bodies.body_worker import ROUTES
+from paceline.server.errors import ClientGone
 from paceline.server.gate import CLIENT, error_response
 from paceline.server.trust import Sharing
 
@@ -52,7 +53,7 @@ class LongBodies:
                 asked = self._reader.read(scope["path"], raw, self._client(scope))
                 answer = await unless_gone(Request(scope, receive), asked)
             except PacelineError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             if answer.status:
                 await Response(answer.body, answer.status, media_type="application/json")(scope, receive, send)
@@ -86,7 +87,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise EngineClosed("the client has disconnected")
+            raise ClientGone("the client has disconnected")
         return working.result()
     finally:
         for task in (working, watching):
