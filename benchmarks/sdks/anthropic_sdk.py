@@ -6,7 +6,7 @@ from anthropic import Anthropic
 from checks import MODEL, QUESTION, URL, report
 
 client = Anthropic(base_url=URL, api_key="x", max_retries=0)
-ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "temperature": 0}
+ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 200}
 CITY = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "The weather of a city.", "input_schema": CITY}
 

@@ -38,7 +38,7 @@ from paceline.server.api.protocol import (
     TokenizeRequest,
 )
 from paceline.server.api.responses import NAMES, ResponseRequest
-from paceline.server.api.streams import AnswerStream, JsonLines, NamedEvents
+from paceline.server.api.streams import ChunkStream, JsonLines, NamedEvents
 from paceline.server.bodies.long_bodies import LongBodies, unless_gone
 from paceline.server.capture import Capture
 from paceline.server.errors import Forbidden, from_http, from_validation, in_form_of
@@ -197,7 +197,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
-                return AnswerStream(completions.chunks(generations, body, state.name), generations)
+                return ChunkStream(completions.chunks(generations, body, state.name), generations)
             gathered = asyncio.gather(*(each.whole() for each in generations))
             outputs = await unless_gone(request, gathered)
             return _json(completions.completion(generations, outputs, body, state.name))
@@ -207,7 +207,7 @@ def _add_answers(app: FastAPI, state: AppState) -> None:
         state.check_model(body.model)
         generation, output = await _answered(state, request, body, "chatcmpl")
         if output is None:
-            return AnswerStream(chat.chunks(generation, body, state.name), [generation])
+            return ChunkStream(chat.chunks(generation, body, state.name), [generation])
         return _json(chat.completion(generation, output, body, state.name))
 
     _add_other_forms(app, state)

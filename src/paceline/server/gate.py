@@ -85,7 +85,7 @@ class RequestGuard:
                 "seconds": round(time.perf_counter() - started, 4),
             }
             line = "%(method)s %(path)s %(status)s in %(seconds)s s (%(request_id)s)"
-            if field := scope["state"].get(FIELD):
+            if field := scope.get("state", {}).get(FIELD):
                 fields[FIELD], line = field, line + ", refused: %(field)s"
             log.info(line, fields, extra={"fields": fields})
 

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
-class AnswerStream(StreamingResponse):
+class ChunkStream(StreamingResponse):
     """Pieces of an answer, whose generations are cancelled when the client leaves. `path`: the route's, whose clients
     expect its form of errors."""
 
@@ -58,7 +58,7 @@ class AnswerStream(StreamingResponse):
                 generation.cancel()
 
 
-class NamedEvents(AnswerStream):
+class NamedEvents(ChunkStream):
     """Events that have their type as name; nothing follows the last one."""
 
     def written(self, chunk: Json) -> bytes:
@@ -68,7 +68,7 @@ class NamedEvents(AnswerStream):
         return b""
 
 
-class JsonLines(AnswerStream):
+class JsonLines(ChunkStream):
     kind = "application/x-ndjson"
 
     def written(self, chunk: Json) -> bytes:
