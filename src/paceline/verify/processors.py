@@ -141,6 +141,11 @@ class SamplingMetadata:
         parts = (self.penalties, self.bias, self.allowed, self.grammar, self.bad_words, self.min_tokens)
         return any(part is not None for part in parts)
 
+    @property
+    def unedited(self) -> SamplingMetadata:
+        """Return temperature and filters alone."""
+        return SamplingMetadata(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:

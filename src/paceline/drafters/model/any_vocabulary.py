@@ -40,7 +40,6 @@ CATCH_UP = 512  # tokens read in one step before rows draft; a longer lag takes 
 DEEPEST, PASSES = 6, 2  # tokens of the longest chain; passes of a draft, about, until one has been timed
 CERTAIN = 0.3  # product of the likeliest tokens' probabilities below which a chain ends
 REENCODE_BELOW, ENOUGH = 0.5, 64  # shared probability below which drafts are re-encoded; distributions to know it
-PLAIN = dict.fromkeys(("penalties", "bias", "allowed", "bad_words", "min_tokens", "grammar", "fallback"))  # no edits
 LEAST_SHARED = 0.01  # probability of all shared tokens below which a chain ends
 
 
@@ -300,7 +299,7 @@ class AnyVocabularyDrafter(HostDrafter):
             path = torch.tensor([chain.tokens for chain in part]).view(len(part), depth)
             nodes = Nodes(seq=seq, node=depths - 1, depth=depths, path=path)
             coins = replace(draws, coins=any(_by_coins(chain.sequence) for chain in part))
-            tokens, probs = propose(own, replace(metadata, **PLAIN) if some else metadata, coins, nodes)
+            tokens, probs = propose(own, metadata.unedited if some else metadata, coins, nodes)
             for index, (chain, token) in enumerate(zip(part, tokens.tolist(), strict=True)):
                 chain.tokens.append(int(ids[token]) if some else token)
                 if probs is not None and _by_coins(chain.sequence):
