@@ -12,6 +12,7 @@ policies, at temperature 0.7 with another seed.
     python -m benchmarks.speculation --prompts mt_bench.jsonl --per-category 2 --lookups --fixed dspark:4 --whole
     python -m benchmarks.speculation --model FILE --draft-model universal --prompts mt_bench.jsonl --lookups --fixed
     python -m benchmarks.speculation --prompts mt_bench.jsonl --batch 4 --fixed suffix:1 suffix:2
+    python -m benchmarks.speculation --prompts mt_bench.jsonl --lookups --fixed recycling recycling+table --whole
     python -m benchmarks.speculation drafter --drafter DIR --prompts mt_bench.jsonl   # τ of a block drafter
     python -m benchmarks.speculation drafter --drafter DIR --answers W/answers.json   # τ on kept answers
 """
@@ -35,6 +36,7 @@ from paceline import SamplingParams
 NONE, AUTO = "none", "auto"
 NO_LOOPS = "all but loops"
 LOOKUPS = "lookups"  # `auto` without the model's trained drafter and without draft models
+WARM = "+table"  # behind `recycling`: with the table that `paceline warm` filled; else its table is empty at first
 SHAPES = {"chain 7": (1, 7), "tree 15": (8, 15), "tree 60": (8, 60)}  # beam and nodes of a block drafter
 GREEDY, SAMPLED = 0.0, 0.7
 
@@ -43,17 +45,23 @@ class Configuration:
     """An engine with drafters of its own on shared weights."""
 
     def __init__(self, loaded: Any, method: str, k: int | None, draft_models: Sequence[str] = ()) -> None:
-        from paceline.build import make_drafters, make_engine, make_policy
+        from paceline.build import drafter_context, make_drafters, make_engine, make_policy
         from paceline.config import EngineConfig, SpeculationConfig
+        from paceline.drafters.methods import METHODS, RECYCLING
 
         self.name = method if k is None else f"{method} k={k}"
+        method, warm, _ = method.partition(WARM)
         speculation = SpeculationConfig(method=AUTO if method == LOOKUPS else method, k=k)
         drafters = []
         if method != NONE:  # all of `auto`; a fixed method is alone, since others would index texts beside it
             lookups = method == LOOKUPS
-            every = replace(speculation, method=AUTO, k=None, drafter=(NONE,) if lookups else ())
+            every = replace(speculation, k=None, drafter=(NONE,) if lookups else ())
             every = replace(every, draft_model=() if lookups else tuple(draft_models))
-            drafters = [one for one in make_drafters(loaded, every) if method in (AUTO, LOOKUPS, one.name)]
+            if method == RECYCLING:
+                context = drafter_context(loaded, every)
+                drafters = [METHODS[RECYCLING].make(context if warm else replace(context, embedding=None))]
+            else:
+                drafters = [one for one in make_drafters(loaded, every) if method in (AUTO, LOOKUPS, one.name)]
         self.policy = make_policy(loaded, speculation)
         # All prompts of a group are read in one step: no row is ahead when timing starts.
         config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29, max_num_batched_tokens=1 << 14)
@@ -86,7 +94,7 @@ def compare(args: argparse.Namespace) -> None:
 
     loaded = load_model(resolve(args.model), dtype=args.dtype, device="cpu", activations=args.activations)
     methods = [(NONE, None), (AUTO, None), *([(LOOKUPS, None)] if args.lookups else [])]
-    methods += [(name, int(k)) for name, k in (each.split(":") for each in args.fixed)]
+    methods += [(name, int(k) if k else None) for name, _, k in (each.partition(":") for each in args.fixed)]
     prompts = prompts_of(args.prompts, args.per_category)
     if args.mixed:
         prompts = [{"category": "mixed", "turns": prompt["turns"]} for prompt in prompts]

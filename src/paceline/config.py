@@ -68,6 +68,7 @@ class SpeculationConfig:
     suffix_answers: bool = True  # past answers are kept, and drafted from
     suffix_bytes: int = 200 << 20
     skip_ratio: float = 0.5  # share of the target's layers that method skip may leave out
+    recycling_bytes: int = 32 << 20  # of tables of successors, of all domains
     draft_model: tuple[str, ...] = ()  # smaller models, of any vocabulary
     drafter: tuple[str, ...] = ()  # drafters trained for this target; empty: a packaged one; NONE alone: none
 
@@ -96,6 +97,7 @@ class SpeculationConfig:
         whole_number("suffix_bytes", self.suffix_bytes, 0)
         if type(self.skip_ratio) not in (int, float) or not 0 < self.skip_ratio < 1:
             raise InvalidParameter("skip_ratio", f"must lie between 0 and 1, got {short_repr(self.skip_ratio)}")
+        whole_number("recycling_bytes", self.recycling_bytes, 0)
         if self.ngram_min > self.ngram_max:
             raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
 

@@ -37,10 +37,27 @@ class Bushes(HostDrafter):
     """Knows the answers; at every depth a wrong token comes before the right one, and now and then there is no right
     one, so accepted paths have to be moved, and end."""
 
-    name = "bushes"
+    name, feedback = "bushes", 3
 
     def __init__(self):
-        self.answers = {}
+        self.answers, self.rows_walked = {}, 0
+
+    def on_feedback(self, feedback):
+        """Follow greedy answers through the rows: the token behind each row is the likeliest there."""
+        for sequence, length, start, end in zip(
+            feedback.sequences, feedback.lengths, feedback.starts, feedback.ends, strict=True
+        ):
+            row, params = start, sequence.params
+            assert feedback.tokens[row] == sequence.tokens[length - 1]
+            for token in sequence.tokens[length:] if params.greedy and not params.allowed_token_ids else ():
+                likeliest = feedback.probs[row] == feedback.probs[row, 0]  # several, where they tie
+                assert token in feedback.ids[row][likeliest]
+                self.rows_walked += 1
+                behind = feedback.parents[start:end] == row
+                found = np.flatnonzero(behind & (feedback.tokens[start:end] == token))
+                if not len(found):
+                    break
+                row = start + found[0]
 
     def propose(self, rows):
         draft = Draft.empty(len(rows), width=max(row.max_nodes for row in rows))
@@ -110,6 +127,10 @@ def test_speculation_changes_when_tokens_come_never_which(engine, asked):
         sequences = answers(engine, wanted, methods)
         assert {name: one.output_tokens for name, one in sequences.items()} == plain, methods
         assert exercised(sequences.values()), methods
+        if asked == "greedy":
+            tokens = sum(sequence.num_output for sequence in sequences.values())
+            assert engine.drafters.drafters[-1].rows_walked >= tokens
+            engine.drafters.drafters[-1].rows_walked = 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft-model"])

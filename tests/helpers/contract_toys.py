@@ -412,7 +412,7 @@ def imitated(vocab_size, sequence):
 
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is read or published, as on a device.
-EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix", "grammar", TAUGHT)}
+EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix", "grammar", "recycling", TAUGHT)}
 EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa", "dspark", "eagle3")}
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
@@ -420,6 +420,7 @@ MAKERS = {
     "ngram": lambda config: METHODS["ngram"].make(context_for(config, ngram_min=1, ngram_max=3)),
     "suffix": lambda config: METHODS["suffix"].make(context_for(config)),
     "grammar": lambda config: GrammarDrafter(context_for(config), functools.partial(imitated, config.vocab_size)),
+    "recycling": lambda config: METHODS["recycling"].make(context_for(config)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     # It reads the target's own K/V, and writes those of drafted tokens into the first of two layers.
     "skip": lambda config: SkipDrafter(lambda kept: FunctionModel(imitating, config), (0,)),
@@ -494,6 +495,7 @@ PLAIN = {
         context_for(config, ngram_min=1, ngram_max=3), native=False
     ),
     "suffix, in Python": lambda config: METHODS["suffix"].make(context_for(config), native=False),
+    "recycling, in Python": lambda config: METHODS["recycling"].make(context_for(config), native=False),
 }
 MAKERS |= PLAIN
 # Block drafters whose drafts are one native call, with weights of every kind.

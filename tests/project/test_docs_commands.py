@@ -78,6 +78,7 @@ RULES = (
     Rule("paceline advise", "--max-tokens 24 --concurrency 1", fast=TINY),
     Rule("paceline train .*--synthesise", TRAINING),
     Rule("paceline train", TRAINING.replace("--synthesise 8 ", "")),
+    Rule("paceline warm", "--minutes 0.1"),
     Rule("paceline (export|quantize|serve)"),
     Rule("curl ", "--silent --show-error --fail"),
 )

@@ -24,7 +24,8 @@ from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.export import export
 from paceline.cli.generate import generate
-from paceline.cli.models import models, pull
+from paceline.cli.models.command import models, pull
+from paceline.cli.models.warm import warm
 from paceline.cli.output import Interrupted, print_error, print_json_error
 from paceline.cli.prove import prove
 from paceline.cli.quantize import quantize
@@ -70,7 +71,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(generate, chat, serve, demo, prove, bench, advise, train, export),
-    *(theory, quantize, pull, models, doctor),
+    *(theory, quantize, pull, models, warm, doctor),
 )
 for command in COMMANDS:
     app.command(cls=PacelineCommand)(command)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ class DrafterContext:
     extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
     checkpoint: Path | None = None  # folder of the trained drafter
     target: Model | None = None  # the target itself, whose layers a drafter may run
+    shared: dict[str, Any] = field(default_factory=dict)  # by method: what its drafter shares with those made later
 
 
 class Drafter(Protocol):

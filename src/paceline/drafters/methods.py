@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NGRAM = "ngram"
 SUFFIX = "suffix"
 GRAMMAR = "grammar"
+RECYCLING = "recycling"
 DRAFT_MODEL = "draft-model"
 SKIP = "skip"
 MEDUSA = "medusa"
@@ -115,6 +116,11 @@ METHODS: Mapping[str, Method] = {
             vllm="suffix",
         ),
         Method(GRAMMAR, _made_by("lookup.forced_tokens", "GrammarDrafter"), (), structured=True),
+        Method(
+            RECYCLING,
+            _made_by("lookup.recycling", "RecyclingDrafter"),
+            ("suffix_corpus", "suffix_store", "suffix_answers", "suffix_bytes", "recycling_bytes"),
+        ),
         Method(
             DRAFT_MODEL,
             _made_by("model.make", "from_context"),

@@ -118,6 +118,15 @@ EXPORT void paceline_lookup_find(const lookup::Rule* rule, int64_t* rows, long n
     lookup::find_all(*rule, rows, num_rows);
 }
 
+// -- tables of successors: see successors.h and recycling.h
+
+EXPORT void paceline_successors_move(const successors::Table* from, successors::Table* to) { successors::move_all(*from, *to); }
+
+EXPORT void paceline_recycling_teach(const successors::Rows* rows, const recycling::Lesson* lessons, const int64_t* committed,
+                                     int64_t num_rows, const successors::Table* base) {
+    recycling::teach(*rows, lessons, committed, num_rows, base);
+}
+
 EXPORT long paceline_lookup_draft(const lookup::Rule* rule, const int64_t* rows, long num_rows, long width, int64_t* counts) {
     return lookup::draft_all(*rule, rows, num_rows, width, counts);
 }

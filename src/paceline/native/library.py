@@ -40,6 +40,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "index_extend": (None, [c_void_p] * 2 + [c_long]),
     "lookup_append": (None, [c_void_p] * 2 + [c_long]),
     "lookup_find": (None, [c_void_p] * 2 + [c_long]),
+    "successors_move": (None, [c_void_p] * 2),
+    "recycling_teach": (None, [c_void_p] * 3 + [c_int64, c_void_p]),
     "lookup_draft": (c_long, [c_void_p, c_void_p, c_long, c_long, c_void_p]),
 }
 

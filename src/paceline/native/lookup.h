@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "recycling.h"
 #include "suffix.h"
 
 namespace lookup {
@@ -16,6 +17,8 @@ struct Rule {  // native.RuleView
     const suffix::Index* corpus;     // corpus of `suffix`; null: there is none
     const suffix::Weights* weights;  // weights of `suffix`; null: the rule is `ngram`
     int64_t ngram_min, ngram_max;    // tokens of a match by `ngram`
+    recycling::Survival* survival;   // of `recycling`, whose rows are recycling::Row; null: the rule is another one
+    double least;                    // probability of a node of `recycling` below which none is drafted
 };
 
 inline Row& row_at(int64_t address) { return *reinterpret_cast<Row*>(address); }
@@ -24,6 +27,8 @@ inline Row& row_at(int64_t address) { return *reinterpret_cast<Row*>(address); }
 inline int64_t find(const Rule& rule, Row& row) {
     if (!rule.weights) return suffix::find_longest(row, rule.ngram_min, rule.ngram_max);
     suffix::find(row, rule.corpus, *rule.weights);
+    if (rule.survival)
+        return recycling::level_of(reinterpret_cast<recycling::Row&>(row), rule.corpus, *rule.weights, *rule.survival);
     return suffix::level_of(row, rule.corpus, *rule.weights);
 }
 
@@ -33,6 +38,8 @@ inline void find_all(const Rule& rule, int64_t* rows, long num_rows) {
     for (long i = 0, first = 0, end; i < num_rows; i++, first = end) {
         Row& row = row_at(rows[i]);
         end = ends[i];
+        if (rule.survival)
+            recycling::score(reinterpret_cast<recycling::Row&>(row), *rule.survival, tokens + first, end - first);
         suffix::append(row, tokens + first, end - first);
         ends[i] = find(rule, row);
     }
@@ -52,9 +59,12 @@ inline long draft_all(const Rule& rule, const int64_t* rows, long num_rows, long
     bool chains = true;
     long packed = 0;
     for (long i = 0, at = 0; i < num_rows; i++, at += width) {
-        const Row& row = row_at(rows[i]);
+        Row& row = row_at(rows[i]);
         suffix::Tree tree = {tokens + at, parents + at, depths + at, 0};
-        if (rule.weights)
+        if (rule.survival)
+            recycling::grow(reinterpret_cast<recycling::Row&>(row), rows[num_rows + i], rule.least, rule.corpus, *rule.weights,
+                            *rule.survival, tree);
+        else if (rule.weights)
             suffix::grow(row, rows[num_rows + i], rule.corpus, *rule.weights, tree);
         else
             suffix::continue_place(row, rows[num_rows + i], tree);

@@ -36,17 +36,13 @@ inline void top_tokens_of_row(const float* logits, long size, long n, int32_t* i
     highest.clear(), likely.clear();
     // Maxima of parts of the row, one for each lane of a stretch: n parts have a token at or above their n-th highest.
     const long parts = std::max(4 * n, 256L), stretch = (size + parts - 1) / parts * VL, end = (size + VL - 1) / VL * VL;
-    vec strange = {};  // x - x is 0, or NaN for NaN and infinity; -inf is a valid logit
     for (long i = 0; i < size; i += stretch) {
         vec best = splat(-INFINITY);
-        each_vector(logits, i, std::min(i + stretch, end), size, [&](vec x, long) {
-            best = larger(x, best);
-            strange += (vec)((ivec)(x - x) & ~(ivec)(x == splat(-INFINITY)));
-        });
+        each_vector(logits, i, std::min(i + stretch, end), size, [&](vec x, long) { best = larger(x, best); });
         for (int lane = 0; lane < VL; lane++) highest.push_back(best[lane]);
     }
     const float most = *std::max_element(highest.begin(), highest.end());
-    if (!std::isfinite(most + sum_lanes(strange))) return;
+    if (!std::isfinite(most)) return;
     float bound = -INFINITY;
     if (n <= (long)highest.size()) {
         std::nth_element(highest.begin(), highest.begin() + (n - 1), highest.end(), std::greater<float>());
@@ -63,6 +59,7 @@ inline void top_tokens_of_row(const float* logits, long size, long n, int32_t* i
         });
         total += sum_lanes(sum);
     }
+    if (!std::isfinite(total)) return;  // NaN, which no maximum shows
     const long count = std::min(n, (long)likely.size());
     std::partial_sort(likely.begin(), likely.begin() + count, likely.end());
     double held = 0;

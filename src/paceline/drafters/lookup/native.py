@@ -41,6 +41,8 @@ class RuleView(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("corpus", "weights")),
         *((name, c_int64) for name in ("ngram_min", "ngram_max")),
+        ("survival", c_void_p),
+        ("least", c_double),
     )
 
 
@@ -106,9 +108,12 @@ class NativeState(LookupState[NativeIndex]):
 
     def __init__(self, sequence: Sequence, index: NativeIndex | None) -> None:
         super().__init__(sequence, index)
-        self.view = RowView(own=None if index is None else index.address)
+        self.view = self.make_view(index)
         self.address = ctypes.addressof(self.view)
         self.room = 0  # length of the text up to which the arrays need not grow
+
+    def make_view(self, index: NativeIndex | None) -> RowView:
+        return RowView(own=None if index is None else index.address)
 
     def use_past(self, past: NativeIndex | None) -> None:
         super().use_past(past)
@@ -116,8 +121,16 @@ class NativeState(LookupState[NativeIndex]):
 
 
 class NativeLookup:
-    def __init__(self, library: Library, memory: Memory[NativeIndex], rule: RuleView, owners: object = None) -> None:
-        """`owners`: objects that `rule` points into."""
+    def __init__(
+        self,
+        library: Library,
+        memory: Memory[NativeIndex],
+        rule: RuleView,
+        owners: object = None,
+        state: type[NativeState] = NativeState,
+    ) -> None:
+        """`owners`: objects that `rule` points into; `state`: the state of a row."""
+        self._state = state
         self._append = library.function("lookup_append")
         self._find, self._draft = library.function("lookup_find"), library.function("lookup_draft")
         self._memory, self._rule, self._owners = memory, rule, owners
@@ -125,21 +138,43 @@ class NativeLookup:
         self._out, self._out_at = np.empty(0, np.int64), 0  # the last drafts, and the buffer's address
 
     @classmethod
-    def by_suffix(cls, library: Library, memory: Memory[NativeIndex], store: SuffixStore) -> NativeLookup:
+    def by_suffix(
+        cls,
+        library: Library,
+        memory: Memory[NativeIndex],
+        store: SuffixStore,
+        state: type[NativeState] = NativeState,
+        survival: ctypes.Structure | None = None,
+    ) -> NativeLookup:
+        """`survival`: of `recycling`, whose rows are of another `state`."""
         corpus, weights = (
             store.corpus,
             WeightsView(HIT_RATE, THRESHOLD, STORE_WEIGHT, SUBSTITUTED, INSERTED, LEVEL_STEPS),
         )
         assert corpus is None or isinstance(corpus, NativeIndex)
-        rule = RuleView(corpus=None if corpus is None else corpus.address, weights=ctypes.addressof(weights))
-        return cls(library, memory, rule, (corpus, weights))
+        rule = RuleView(
+            corpus=None if corpus is None else corpus.address,
+            weights=ctypes.addressof(weights),
+            survival=None if survival is None else ctypes.addressof(survival),
+        )
+        return cls(library, memory, rule, (corpus, weights, survival), state)
 
     @classmethod
     def by_longest(cls, library: Library, memory: Memory[NativeIndex], lengths: tuple[int, int]) -> NativeLookup:
         return cls(library, memory, RuleView(ngram_min=lengths[0], ngram_max=lengths[1]))
 
     def new(self, sequence: Sequence) -> NativeState:
-        return NativeState(sequence, self._memory.new_index())
+        return self._state(sequence, self._memory.new_index())
+
+    @property
+    def least(self) -> float:
+        """The probability of a node of `recycling` below which none is drafted."""
+        least: float = self._rule.least
+        return least
+
+    @least.setter
+    def least(self, least: float) -> None:
+        self._rule.least = least
 
     def drop(self, state: NativeState) -> None:
         self._memory.give_back(state.index)

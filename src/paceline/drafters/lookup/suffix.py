@@ -35,8 +35,8 @@ from paceline.drafters.lookup.tree import (
     longest_place,
     places_of,
 )
-from paceline.drafters.methods import NGRAM, SUFFIX
-from paceline.native.library import load_library
+from paceline.drafters.methods import NGRAM, RECYCLING, SUFFIX
+from paceline.native.library import Library, load_library
 
 log = logging.getLogger("paceline")
 
@@ -192,6 +192,12 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return state is not None and state.sequence is sequence
 
 
+def automatic_lookup(method: str) -> str:
+    """Return the lookup that `auto` may choose in an engine of this method: `recycling` contains `suffix`."""
+    recycles = method == RECYCLING and load_library() is not None
+    return RECYCLING if recycles else SUFFIX
+
+
 class SuffixDrafter(LookupDrafter[Any]):
     name = SUFFIX
 
@@ -199,18 +205,27 @@ class SuffixDrafter(LookupDrafter[Any]):
         """`native`: use the native library if there is one."""
         settings = context.speculation
         for_store = settings.suffix_bytes // 4 * 3
+        self.only_by_name = self.name != automatic_lookup(settings.method)
         library = load_library() if native else None
         make = SuffixIndex if library is None else NativeIndex.maker(library)
-        self.store = SuffixStore(for_store, context.config.vocab_size, context.encode, settings.suffix_store, make)
-        self._learns = settings.suffix_answers
-        self.store.seed(settings.suffix_corpus)
-        self.store.load()
+        self.keeps_answers = settings.suffix_answers
+        # One store for `suffix` and `recycling`; the one that `auto` may choose fills it.
+        self.store: SuffixStore = context.shared.get(SUFFIX) or SuffixStore(
+            for_store, context.config.vocab_size, context.encode, settings.suffix_store, make
+        )
+        if SUFFIX not in context.shared:
+            context.shared[SUFFIX] = self.store
+            self.store.seed(settings.suffix_corpus)
+            self.store.load()
         self._memory: Memory[Any] = Memory(make, settings.suffix_bytes - for_store)
         super().__init__(
             PythonLookup(self._memory, suffix_rule(self.store))
             if library is None
-            else NativeLookup.by_suffix(library, self._memory, self.store)
+            else self.native_backend(library, self._memory, self.store)
         )
+
+    def native_backend(self, library: Library, memory: Memory[Any], store: SuffixStore) -> NativeLookup:
+        return NativeLookup.by_suffix(library, memory, store)
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +233,8 @@ class SuffixDrafter(LookupDrafter[Any]):
 
     def index_prompt(self, sequence: Sequence, end: int) -> None:
         """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""
-        self.backend.index_up_to(self.state_of(sequence), end)
+        if not self.only_by_name:
+            self.backend.index_up_to(self.state_of(sequence), end)
 
     def new_state(self, sequence: Sequence) -> Any:
         state = super().new_state(sequence)
@@ -226,8 +242,8 @@ class SuffixDrafter(LookupDrafter[Any]):
         return state
 
     def release(self, sequence: Sequence) -> None:
-        known, owner = self._forget(sequence), sequence.owner
-        if known and self._learns and owner.lasts and sequence.finish_reason not in (None, "abort", "error"):
+        known, owner = self._forget(sequence) and not self.only_by_name, sequence.owner
+        if known and self.keeps_answers and owner.lasts and sequence.finish_reason not in (None, "abort", "error"):
             self.store.learn(sequence.output_tokens, owner.domain)
             for state in self.states.values():
                 past = self.store.known.get(state.sequence.owner.domain)
@@ -239,6 +255,8 @@ class SuffixDrafter(LookupDrafter[Any]):
         self.store.save()
 
     def close(self) -> None:
+        if self.only_by_name:
+            return
         try:
             self.save()
         except OSError as problem:
