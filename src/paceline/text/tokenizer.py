@@ -288,9 +288,9 @@ def bpe_backend(body: Json) -> Backend:
     backend = Backend.from_str(json.dumps(body | parts))
     options = {name: model[name] for name in ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")}
     backend.model = BPE(vocab=model["vocab"], merges=list(map(tuple, model["merges"])), **options)
-    for token in body["added_tokens"]:
-        fields = {name: value for name, value in token.items() if name != "id"}
-        (backend.add_special_tokens if token["special"] else backend.add_tokens)([AddedToken(**fields)])
+    for special, run in itertools.groupby(body["added_tokens"], lambda token: token["special"]):  # each call takes 3 ms
+        added = [AddedToken(**{name: value for name, value in token.items() if name != "id"}) for token in run]
+        (backend.add_special_tokens if special else backend.add_tokens)(added)
     return backend
 
 
