@@ -95,6 +95,12 @@ def test_auto_is_advised_where_it_is_as_good_and_not_where_it_is_worse() -> None
     assert recommend({**at(1, ngram=1.5, auto=1.5), **at(16, ngram=0.7, auto=0.8)}).contender == NGRAM
 
 
+def test_a_draft_model_is_advised_where_it_is_worth_its_memory() -> None:
+    with_model = Contender("auto", None, "small")
+    for ratio, advised in ((1.51, AUTO), (1.6, with_model)):
+        assert recommend({**at(1, ngram=1.4, auto=1.5), (1, with_model): figure(ratio)}).contender == advised
+
+
 def test_nothing_is_advised_where_nothing_pays() -> None:
     assert recommend(at(1, ngram=1.01, suffix=0.9, auto=1.0)).off
     assert recommend(at(1, auto=1.2)).contender == AUTO  # pays, though no fixed choice does

@@ -148,9 +148,14 @@ def score(figures: Figures, contender: Contender) -> float:
 
 
 def ranked(figures: Figures, *, auto: bool = False) -> list[Contender]:
-    """Sort the fixed settings, or those of `auto`, the best first; of equals the shorter draft."""
-    contenders = [contender for contender in contenders_of(figures) if (contender.method == AUTO) == auto]
-    return sorted(contenders, key=lambda contender: (-score(figures, contender), contender.k or 0))
+    """Sort the fixed settings, or those of `auto`, the best first; of equals the shorter draft. A draft model takes
+    memory, so a setting with one must be better by what is worth a setting."""
+
+    def order(contender: Contender) -> tuple[float, int]:
+        memory = math.log(PAYS) if contender.draft_model else 0.0
+        return memory - score(figures, contender), contender.k or 0
+
+    return sorted([one for one in contenders_of(figures) if (one.method == AUTO) == auto], key=order)
 
 
 def up_to(figures: Figures, contender: Contender) -> int:
