@@ -1,7 +1,8 @@
-"""The packaged drafter on the yardstick, embedded to match: tokens/s of plain, drafted and automatic decoding.
+"""The packaged drafter and lookups on the yardstick: tokens/s of plain, drafted and automatic decoding.
 
 One engine serves all of them, by the request's own speculation, so weights, graphs and prompts are the same. A batch is
-kept full while it is timed. The suffix store is off: an answer that was seen before is not drafted.
+kept full while it is timed. The suffix store is off: an answer that was seen before is not drafted. The tables of
+`recycling` keep what they learnt, so a fair figure takes one such way and one temperature a call.
 
     python -m benchmarks.gpu.drafter --weights smollm2 --prompts mt_bench.jsonl --batches 1 16 64 128
 """
@@ -24,7 +25,7 @@ from paceline import SamplingParams, build
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.block.checkpoint import read
 from paceline.drafters.block.drafter import DSparkDrafter, draft_ids, head_rows
-from paceline.drafters.methods import SHIPPED
+from paceline.drafters.methods import RECYCLING, SHIPPED, SUFFIX
 from paceline.engine.engine import Engine
 from paceline.models.weights import Dtypes
 from paceline.outputs import SpeculationStats
@@ -35,7 +36,9 @@ WAYS: dict[str, Any] = {
     "tree 15": {"method": "dspark", "k": 15},
     "tree 60": {"method": "dspark", "k": 60},
     "auto": AUTO,
+    **{f"{method} {nodes}": {"method": method, "k": nodes} for method in (SUFFIX, RECYCLING) for nodes in (8, 30, 60)},
 }
+DEFAULT_WAYS = ["plain", "tree 7", "tree 15", "tree 60", "auto"]
 
 
 def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine:
@@ -136,7 +139,9 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--groups", type=int, default=20, help="prompts answered one at a time")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="plain is always among them")
+    parser.add_argument(
+        "--ways", nargs="+", default=DEFAULT_WAYS, choices=list(WAYS), help="plain is always among them"
+    )
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--tiny", action="store_true", help="a small size, to try the script on a CPU")
     args = parser.parse_args()
@@ -156,10 +161,11 @@ def main() -> None:
         # One answer at a time: prompts from all over the files. Else three answers for each place in the batch.
         spread = asked[:: max(1, len(asked) // args.groups)][: args.groups]
         groups = [[one] for one in spread] if batch == 1 else [[asked[at % len(asked)] for at in range(3 * batch)]]
-        for way in WAYS.values():  # compiles and captures what is not yet
+        ways = {name: way for name, way in WAYS.items() if name in ("plain", *args.ways)}
+        for way in ways.values():  # compiles and captures what is not yet
             answer(engine, groups[0][: 2 * batch], way, temperature, 16, batch)
-        for name, way in WAYS.items():
-            if name not in ("plain", *args.ways) or (batch > 16 and name in ("tree 15", "tree 60")):
+        for name, way in ways.items():
+            if batch > 16 and name in ("tree 15", "tree 60"):
                 continue
             if time.perf_counter() > deadline:
                 break
