@@ -68,7 +68,7 @@ class Yardstick(Mapping[str, Tensor]):
         yield from (f"model.layers.{layer}.{part}.weight" for layer in range(self.size.layers) for part in parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "_norm.weight")):  # the source has none
             raise KeyError(name)
         if name == "lm_head.weight":
             return self._columns(self._source("model.embed_tokens.weight"))
