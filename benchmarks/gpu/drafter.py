@@ -1,8 +1,8 @@
 """The packaged drafter and lookups on the yardstick: tokens/s of plain, drafted and automatic decoding.
 
 One engine serves all of them, by the request's own speculation, so weights, graphs and prompts are the same. A batch is
-kept full while it is timed. The suffix store is off: an answer that was seen before is not drafted. The tables of
-`recycling` keep what they learnt, so a fair figure takes one such way and one temperature a call.
+kept full while it is timed. No past answer is drafted from, and each request has tables of successors of its own: the
+ways answer the same prompts.
 
     python -m benchmarks.gpu.drafter --weights smollm2 --prompts mt_bench.jsonl --batches 1 16 64 128
 """
@@ -55,7 +55,7 @@ def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine
         dtypes=Dtypes.of(subject.dtype, subject.device),
     )
     loaded = subject.loaded(decoder)
-    speculation = SpeculationConfig(method=AUTO, suffix_bytes=1)
+    speculation = SpeculationConfig(method=AUTO, suffix_answers=False)
     others = build.make_drafters(loaded, replace(speculation, drafter=NONE))
     drafters = [*others, drafter]
     policy = build.make_policy(loaded, speculation)
