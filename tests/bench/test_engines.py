@@ -64,7 +64,7 @@ def test_engines_share_the_weights_and_nothing_else(endless: Path) -> None:
     engines = [timed._engine for timed in subject.open(2).values()]
     assert len({id(engine.model) for engine in engines}) == 1
     drafters = [drafter for engine in engines for drafter in engine.drafters.drafters]
-    assert len({id(drafter) for drafter in drafters}) == len(drafters) == 9
+    assert len({id(drafter) for drafter in drafters}) == len(drafters) == 12
     assert [type(engine.policy).__name__ for engine in engines] == ["AdaptivePolicy"] * 4
 
 

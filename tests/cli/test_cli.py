@@ -303,7 +303,7 @@ def test_json_logprobs_name_the_chosen_token_and_the_likeliest(paceline: Callabl
         (["hello", "--method", "draft-model", "--suffix-store", "file"], "suffix_store"),
         (["hello", "--speculative-config", "{"], "speculative_config"),
         (["hello", "--speculative-config", '{"method": "ngram", "posterior_threshold": 0.1}'], "speculative_config"),
-        (["hello", "--speculative-config", '{"method": "mtp"}'], "speculative_config"),
+        (["hello", "--speculative-config", '{"method": "hydra"}'], "speculative_config"),
         (["hello", "--method", "suffix", "--speculative-config", '{"method": "ngram"}'], "method"),
         (["hello", "--k", "4", "--speculative-config", '{"num_speculative_tokens": 5}'], "k"),
         (["hello", "--draft-model", "a", "--speculative-config", '{"model": "b"}'], "draft_model"),

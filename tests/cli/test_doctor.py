@@ -134,7 +134,7 @@ def test_models_says_how_to_pull_when_there_are_none(empty_cache: Path, capsys: 
     assert run(["models"]) == 0
     assert "paceline pull smollm2" in capsys.readouterr().err
     assert run(["models", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"cache": str(empty_cache), "models": []}
+    assert json.loads(capsys.readouterr().out) == {"cache": str(empty_cache), "models": [], "tables": []}
 
 
 def test_models_lists_names_and_sizes(empty_cache, monkeypatch, capsys) -> None:

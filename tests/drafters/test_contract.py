@@ -24,6 +24,7 @@ from paceline.drafters import METHODS as TABLE
 from paceline.drafters import DrafterContext
 from paceline.drafters.heads.medusa import MedusaDrafter
 from paceline.drafters.model.draft_model import DraftModelDrafter
+from paceline.drafters.model.layer_skip import SkipDrafter
 from paceline.drafters.tapped import likely_nodes
 from paceline.engine.engine import Engine
 from paceline.engine.policy import DraftPlan
@@ -590,6 +591,10 @@ def make_real(method, llm, texts):
     """The table's way to load a model or heads is tested on tiny ones."""
     if method == "draft-model":
         return DraftModelDrafter(Stumbling(llm.loaded.decoder, lambda positions: positions % 4 == 3))
+    if method == "skip":
+        decoder = llm.loaded.decoder
+        layers = range(decoder.config.num_layers)
+        return SkipDrafter(decoder.with_layers, tuple(layer for layer in layers if layer not in (4, 5, 6)))
     if method == "medusa":
         decoder = llm.loaded.decoder
         return MedusaDrafter(overfit_heads(decoder, texts), llm.config.vocab_size, kernels=decoder.kernels)

@@ -29,7 +29,7 @@ class WarmOptions(ModelOptions):
     data: Path | None = flag(
         None, "Prompts to answer, jsonl or a text with one a line; unset: the packaged ones.", "FILE"
     )
-    minutes: float | None = flag(None, "Stop after this many minutes; the next call goes on.", min=0.0)
+    minutes: float | None = flag(None, "Stop after this many minutes; the next call goes on.", "MINUTES", min=0.0)
     json: Json = False
 
 
