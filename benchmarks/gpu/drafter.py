@@ -41,7 +41,7 @@ WAYS: dict[str, Any] = {
 DEFAULT_WAYS = ["plain", "tree 7", "tree 15", "tree 60", "auto"]
 
 
-def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine:
+def make_engine(subject: Subject, folder: Path, rows: int, size: Size, *, with_drafter: bool) -> Engine:
     decoder = subject.yardstick
     config, tensors = large_drafter(*read(folder), size, device=subject.device, dtype=subject.dtype)
     ids = draft_ids(config, tensors).to(subject.device)
@@ -57,7 +57,7 @@ def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine
     loaded = subject.loaded(decoder)
     speculation = SpeculationConfig(method=AUTO, suffix_answers=False)
     others = build.make_drafters(loaded, replace(speculation, drafter=NONE))
-    drafters = [*others, drafter]
+    drafters = [*others, drafter] if with_drafter else others
     policy = build.make_policy(loaded, speculation)
     engine_config = EngineConfig(
         max_num_seqs=rows, max_num_batched_tokens=max(1024, 8 * rows), num_blocks=80 * rows + 256, max_model_len=1024
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", default=DEFAULT_WAYS, choices=list(WAYS), help="plain is always among them"
     )
+    parser.add_argument("--lookups", action="store_true", help="without the packaged drafter")
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--tiny", action="store_true", help="a small size, to try the script on a CPU")
     args = parser.parse_args()
@@ -151,8 +152,9 @@ def main() -> None:
     if args.tiny:
         size = Size(hidden=640, layers=30, heads=12, kv_heads=4, head_dim=128, intermediate=1664)
         subject.sizes = size
-    engine = make_engine(subject, SHIPPED / "smollm2", max(args.batches), size)
-    drafts = {count: draft_ms(engine, count) for count in (1, 16, 64)} if device.type == "cuda" else {}
+    engine = make_engine(subject, SHIPPED / "smollm2", max(args.batches), size, with_drafter=not args.lookups)
+    timed = device.type == "cuda" and not args.lookups
+    drafts = {count: draft_ms(engine, count) for count in (1, 16, 64)} if timed else {}
     print("a draft, ms by sequences:", {count: round(ms, 3) for count, ms in drafts.items()}, flush=True)
     turns = [prompt["turns"][0] for prompt in prompts_of(args.prompts)]
     asked = [subject.tokenizer.apply_chat_template([{"role": "user", "content": turn}]) for turn in turns]
