@@ -16,9 +16,6 @@ from paceline.core.sequence import Owner
 from paceline.drafters import METHODS, DrafterContext, DraftRequest
 from paceline.drafters.lookup import successors
 from paceline.drafters.lookup.successors import ENTRY, WIDTH
-from paceline.drafters.lookup.suffix import automatic_lookup
-from paceline.drafters.methods import RECYCLING, SUFFIX
-from paceline.native.library import load_library
 from paceline.testing import toy_config
 from tests.helpers.contract_toys import ByRequest, make_drafter, make_engine, params, prompt_of, run
 from tests.helpers.toys import sequence_of
@@ -178,19 +175,3 @@ def test_one_of_two_lookups_fills_the_store_that_both_read():
         assert suffix.only_by_name != recycling.only_by_name
         if filler is not None:
             assert recycling.only_by_name == (filler == "suffix")
-
-
-@pytest.mark.parametrize(
-    ("device", "options", "expected"),
-    [
-        ("cpu", {"method": "auto"}, SUFFIX),
-        ("cpu", {"method": "recycling"}, RECYCLING),
-        ("cuda", {"method": "auto"}, RECYCLING),
-        ("cuda", {"method": "auto", "draft_model": "none"}, RECYCLING),
-        ("cuda", {"method": "auto", "draft_model": "small"}, SUFFIX),
-        ("cuda", {"method": "suffix"}, SUFFIX),
-    ],
-)
-def test_auto_recycles_where_rows_are_cheap_and_no_model_drafts(device, options, expected) -> None:
-    context = DrafterContext(toy_config(11), torch.device(device), SpeculationConfig(**options))
-    assert automatic_lookup(context) == (expected if load_library() is not None else SUFFIX)

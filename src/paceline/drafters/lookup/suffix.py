@@ -18,7 +18,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from paceline.config import AUTO, NONE
 from paceline.core.draft import Draft, HostDraft
 from paceline.core.sequence import Sequence
 from paceline.drafters.base import DrafterContext, DraftRequest, HostDrafter
@@ -193,13 +192,10 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return state is not None and state.sequence is sequence
 
 
-def automatic_lookup(context: DrafterContext) -> str:
-    """Return the lookup that `auto` may choose. `recycling`, which contains `suffix`, takes its place where it is named,
-    and on a GPU, whose passes have rows to spare, unless a model or a trained drafter is at hand."""
-    settings = context.speculation
-    alone = context.checkpoint is None and all(model == NONE for model in settings.draft_model)
-    on_gpu = settings.method == AUTO and context.device.type == "cuda" and alone
-    return RECYCLING if (settings.method == RECYCLING or on_gpu) and load_library() is not None else SUFFIX
+def automatic_lookup(method: str) -> str:
+    """Return the lookup that `auto` may choose in an engine of this method: `recycling` contains `suffix`."""
+    recycles = method == RECYCLING and load_library() is not None
+    return RECYCLING if recycles else SUFFIX
 
 
 class SuffixDrafter(LookupDrafter[Any]):
@@ -209,7 +205,7 @@ class SuffixDrafter(LookupDrafter[Any]):
         """`native`: use the native library if there is one."""
         settings = context.speculation
         for_store = settings.suffix_bytes // 4 * 3
-        self.only_by_name = self.name != automatic_lookup(context)
+        self.only_by_name = self.name != automatic_lookup(settings.method)
         library = load_library() if native else None
         make = SuffixIndex if library is None else NativeIndex.maker(library)
         self.keeps_answers = settings.suffix_answers
