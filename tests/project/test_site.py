@@ -51,7 +51,7 @@ def test_the_patterns_find_what_they_forbid() -> None:
     assert IMPORTED.search("@import 'https://example.org/a.css'")
 
 
-@pytest.mark.parametrize(("folder", "words"), [("docs/benchmarks", 7000), ("docs/architecture.md", 2500)])
+@pytest.mark.parametrize(("folder", "words"), [("docs/benchmarks", 7300), ("docs/architecture.md", 2500)])
 def test_documents_stay_short(folder: str, words: int) -> None:
     path = ROOT / folder
     pages = [path] if path.is_file() else list(path.glob("*.md"))
