@@ -29,6 +29,7 @@ MARGIN = 0.02  # gain over plain decoding that a plan must promise: the tables e
 RISK = 0.05  # share of the best rate that every DEEPEST-th plan may give up to learn the cost of more nodes
 LONG = 128  # tokens of an answer before any ended; steps between plain steps, and until unused records count half
 CHECK_BELOW = 1.5  # expected gain from which no plain step is taken to keep its time current
+SLOPE_NODES = 4.0  # nodes; least range over which the cost of one more is taken, since neighbours differ by noise
 FEW = 8  # sequences, of which a CPU plans every step; steps until the first plain one, and that are learnt from at once
 
 
@@ -261,7 +262,7 @@ class AdaptivePolicy:
             if self._kinds[candidate.method][0]:
                 self._drafting[candidate.method] = self._drafting.get(candidate.method, 0) + 1
         if step.base == number:  # no row has its k fixed
-            most = max(best.nodes, float(DEEPEST))
+            most = max(best.nodes, SLOPE_NODES)
             node_s = (step.seconds_with(most + 1) - step.seconds_with(1)) / most
             self.min_node_probability = best.rate * node_s
         if self._drafting != drafted_before:
