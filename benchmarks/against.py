@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT, TOPICS, finish, prompts_of, ratio, shown
 from paceline import LLM, SamplingParams
+from paceline.bench.intervals import MIN_PAIRS, student
 
 ACTIVATIONS = ("float32", "int8")
 SIZES, PROMPT = (1, 4, 8, 16), 256
@@ -129,8 +130,6 @@ def process_of(tree: Path) -> Iterator[tuple[list[str], Callable[[str | None], A
 
 
 def compare(other: Path, rounds: int, unit: str) -> dict[str, Any]:
-    from paceline.bench.intervals import student
-
     noise = random.Random(0)
     with process_of(ROOT) as (cells, ours), process_of(other) as (_, theirs):
         ratios: dict[str, list[float]] = {cell: [] for cell in cells}
@@ -165,6 +164,8 @@ def main() -> None:
     parser.add_argument("--per-category", type=int, help="of prompts")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rounds < MIN_PAIRS:
+        parser.error(f"--rounds is at least {MIN_PAIRS}, for the interval")
     if args.worker:
         families = {"passes": passes, "batches": batches, "prompts": lambda: prompts(args.prompts, args.per_category)}
         serve(args, families[args.what]())
